@@ -5,7 +5,8 @@
     megatron_mok.register()                                   # Megatron-Core now knows the dispatcher "mok"
     megatron_mok.configure(megatron_mok.MokConfig(backend="auto"))
 
-Importing this package loads no CUDA, no shared library, no torch and no Megatron: every public name is fetched at first use.
+Importing this package loads no CUDA, no shared library, no torch and no Megatron: every public name is
+fetched at first use.
 """
 
 from __future__ import annotations

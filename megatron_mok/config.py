@@ -1,6 +1,7 @@
 """One frozen configuration for the process, and one predicate per constraint.
 
-Symbols: H hidden size, I expert intermediate size, K experts per token, E experts, R ranks, L = E/R local experts.
+Symbols: H hidden size, I expert intermediate size, K experts per token, E experts, R ranks,
+L = E/R local experts.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ MAIN_GRAD = ("auto", "on", "off")
 class MokConfig:
     """Every knob. Raises ConfigError listing all unusable values. Each is also a `--mok-*` argument.
 
-    comm_sms        SMs that move data in (forward, backward); even numbers. None: the preset's, else the built-in choice.
+    comm_sms        SMs that move data in (forward, backward); even numbers. None: the preset's, or built in.
     minibatch_rows  routed rows that GEMM 1 works on before GEMM 2 follows; a multiple of 128.
-    ring_rows       rows of the local rings for x, act, dy and dh; a multiple of 128. Less costs time, never correctness.
-    save_capacity   rows of h saved for backward, in units of (tokens here * top-k); rows beyond are recomputed.
+    ring_rows       rows of the local rings for x, act, dy and dh; a multiple of 128. Less costs time only.
+    save_capacity   rows of h saved for backward, in units of tokens here * top-k; the rest is recomputed.
     num_sms         SMs (thread blocks) that the kernels use in all; even.
     precision       arithmetic of the expert GEMMs on the GPU.
-    backend         "cuda" (the kernels), "reference" (plain torch, runs on the CPU), "auto" (cuda on a supported GPU,
-                    reference on a machine without a GPU, an error on an unsupported GPU).
-    timeout_s       longest wait for a peer in seconds. None: the smaller of 300 and half of the process group's time-out.
+    backend         "cuda" (the kernels), "reference" (plain torch, runs on the CPU), "auto" (cuda on a
+                    supported GPU, reference on a machine without a GPU, an error on an unsupported GPU).
+    timeout_s       longest wait for a peer in seconds. None: the smaller of 300 and half of the process
+                    group's time-out.
     preset          name or path of a set of tuned knobs.
-    max_tokens      tokens per rank and call that the workspace is made for. None: micro_batch_size * seq_length / (TP * CP).
-    main_grad       "auto": weight gradients are added into main_grad wherever Megatron's DDP made one; "on": an error where
-                    there is none; "off": always returned to autograd.
+    max_tokens      tokens per rank and call that the workspace is made for. None:
+                    micro_batch_size * seq_length / (TP * CP), or the first call's tokens.
+    main_grad       "auto": weight gradients are added into main_grad wherever Megatron's DDP made one;
+                    "on": an error where there is none; "off": always returned to autograd.
     shared_device   allow two ranks on one GPU (for functional tests; slow).
     check_every     every so many steps compare one layer with the reference; 0 = never.
     """
@@ -124,9 +127,7 @@ CONSTRAINTS = (
         "a positive number of seconds",
         "leave it out for the default, there is no unbounded wait",
     ),
-    Constraint(
-        "preset", _optional(lambda v: isinstance(v, str) and v != ""), "a name or a path", "leave it out"
-    ),
+    Constraint("preset", _optional(lambda v: isinstance(v, str) and v), "a name or a path", "leave it out"),
     Constraint(
         "max_tokens",
         _optional(lambda v: _is_int(v) and v > 0),
@@ -145,7 +146,7 @@ KERNEL_LIMITS = (
     Constraint(
         "hidden", lambda v: v > 0 and v % 128 == 0, "a positive multiple of 128", "choose another size"
     ),
-    Constraint("ffn", lambda v: v > 0 and v % 128 == 0, "a positive multiple of 128", "choose another size"),
+    Constraint("ffn", lambda v: v > 0 and v % 128 == 0, "a multiple of 128", "choose another size"),
     Constraint("top_k", lambda v: 1 <= v <= 32, "1 to 32", "choose a smaller top-k"),
     Constraint("local_experts", lambda v: 1 <= v <= 512, "1 to 512", "use more expert-parallel ranks"),
     Constraint(
@@ -157,7 +158,7 @@ KERNEL_LIMITS = (
 def kernel_problems(names: dict[str, str] | None = None, **sizes: int) -> list[Problem]:
     """Sizes (any of hidden, ffn, top_k, local_experts, ranks) that the CUDA kernels refuse.
 
-    `names` gives the caller's name for a size, which then stands in the message (moe_ffn_hidden_size for ffn, ...).
+    `names` gives the caller's name for a size, which then stands in the message.
     """
     named = names or {}
     return [
@@ -173,9 +174,9 @@ _current = MokConfig()
 
 
 def configure(config: MokConfig | None = None, /, **changes: Any) -> MokConfig:
-    """Make `config` (default: the present one), with `changes` applied, the configuration of this process; returns it.
+    """Make `config` (default: the present one), with `changes`, the one of this process; returns it.
 
-    Layers read it when they are built, the runtime when a workspace is made: configure before building the model.
+    Layers read it when they are built, the runtime when a workspace is made: configure before that.
     """
     global _current
     base = _current if config is None else config

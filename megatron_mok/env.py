@@ -16,7 +16,7 @@ KNOWN = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "hardware queues; Megatron wants 1 with TP or CP on Hopper",
     "PYTORCH_CUDA_ALLOC_CONF": "settings of torch's caching allocator",
     "PYTORCH_ALLOC_CONF": "settings of torch's caching allocator (newer name)",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "set to 1 before the first symmetric allocation: peers are reached by unicast only",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1: unicast only (set before the first allocation)",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "allows several ranks on one GPU",
     "PATH": "where commands are looked up",
     "HOME": "the user's folder",
@@ -24,7 +24,7 @@ KNOWN = {
 
 
 def text(name: str, default: str | None = None) -> str | None:
-    """Value of the variable `name`, or `default` where it is unset or empty. KeyError if `KNOWN` does not list it."""
+    """Value of the variable `name`, or `default` where it is unset or empty. KeyError if not in `KNOWN`."""
     if name not in KNOWN:
         raise KeyError(f"{name} is not listed in megatron_mok.env.KNOWN")
     return os.environ.get(name) or default

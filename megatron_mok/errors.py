@@ -1,7 +1,8 @@
 """Errors that users see. Each says which field, what it got, what it needs and what to do.
 
-`ConfigError`s come at configuration time; the others belong to a machine (`UnsupportedDevice`, `LibraryMissing`) or to a
-call in which several ranks take part (`WorkspaceTooSmall`, `PeerTimeout`, `ProtocolMismatch`, `PeerAbort`).
+`ConfigError`s come at configuration time; the others belong to a machine (`UnsupportedDevice`,
+`LibraryMissing`) or to a call in which several ranks take part (`WorkspaceTooSmall`, `PeerTimeout`,
+`ProtocolMismatch`, `PeerAbort`).
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class WorkspaceTooSmall(MokError, RuntimeError):
 class PeerTimeout(MokError, RuntimeError):
     """A peer did not answer in time.
 
-    `rank` waited in its call number `call`, in layer `layer`, in `phase`, for `peer`; the word it waited for is `expected`, the
-    one it found is `seen`, and it waited `seconds`. Unknown values are None.
+    `rank` waited in its call number `call`, in layer `layer`, in `phase`, for `peer`; the word it waited for
+    is `expected`, the one it found is `seen`, and it waited `seconds`. Unknown values are None.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class PeerTimeout(MokError, RuntimeError):
         waited = "" if seconds is None else f" after {seconds:g} s"
         super().__init__(
             f"rank {rank}: no answer from rank {peer}{waited} in {phase} of call {call} (layer {layer}): "
-            f"expected {expected}, seen {seen}. Look at rank {peer}'s log first; a slow but healthy peer needs a larger "
-            "timeout_s (--mok-timeout-s)"
+            f"expected {expected}, seen {seen}. Look at rank {peer}'s log first; a slow but healthy peer "
+            "needs a larger timeout_s (--mok-timeout-s)"
         )
 
 
@@ -97,8 +98,8 @@ class ProtocolMismatch(MokError, RuntimeError):
     def __init__(self, *, rank: int, call: object, peer: int, peer_call: object) -> None:
         self.rank, self.call, self.peer, self.peer_call = rank, call, peer, peer_call
         super().__init__(
-            f"rank {rank} is in {call}, but rank {peer} is in {peer_call}. All ranks of an expert-parallel group must make "
-            "the same MoE calls in the same order"
+            f"rank {rank} is in {call}, but rank {peer} is in {peer_call}. All ranks of an expert-parallel "
+            "group must make the same MoE calls in the same order"
         )
 
 
