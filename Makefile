@@ -1,0 +1,37 @@
+# The two commands: `make train` and `make test`. Knobs: PYTHON= (for the environment), ARGS= (appended), MOK_ARCHS=.
+VENV ?= .venv
+BIN := $(VENV)/bin
+# gpu-test and bench also run on a machine that has a Python with torch and no environment of ours.
+RUN := $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+ARGS ?=
+
+.PHONY: train test venv lint build gpu-test bench
+
+train: venv
+	$(BIN)/python tools/train.py $(ARGS)
+
+test: venv
+	$(BIN)/python -m pytest $(ARGS)
+
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml CMakeLists.txt
+	@test -x $(BIN)/python || { python=$$(tools/find-python) && echo "venv: $$python" && "$$python" -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet --editable '.[test,plots]'
+	@test -e megatron_mok/native/libmegatron_mok.so || \
+	  echo "megatron-mok: no nvcc, installed without the CUDA library (CPU back end; with a GPU: get nvcc, then make build)"
+	@touch $@
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+build: venv
+	$(BIN)/python tools/build.py $(ARGS)
+
+gpu-test:
+	$(RUN) tools/gpu_test.py $(ARGS)
+
+bench:
+	$(RUN) -m megatron_mok.cli bench --layer $(ARGS)
