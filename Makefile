@@ -24,7 +24,6 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt
 
 lint: venv
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 build: venv

@@ -2,9 +2,10 @@
 
     build.py [--dirty] [--arch 90a ...]
 
-Refuses a csrc or megatron_mok with changes that git has not recorded, since the library carries the git tree hash of
-csrc and the GPU test record names both; writes them to build/trees.json. --dirty is for the edit-run loop: it builds
-what is there, records no hash and removes build/trees.json. Runs the host C++ tests and the resource budget.
+Refuses a csrc or megatron_mok with changes that git has not recorded, since the library carries the git tree
+hash of csrc and the GPU test record names both; writes them to build/trees.json. --dirty is for the edit-run
+loop: it builds what is there, records no hash and removes build/trees.json. Runs the host C++ tests and holds the
+kernels against csrc/budget.json.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ RECORDED = ("csrc", "megatron_mok")
 
 
 def git(*args: str) -> str:
-    done = subprocess.run(["git", *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"build: git {' '.join(args)}: {done.stderr.strip()}; need a git checkout (or --dirty)")
     return done.stdout
@@ -33,8 +34,7 @@ def git(*args: str) -> str:
 def tree_hashes() -> dict[str, str]:
     changed = git("status", "--porcelain", "--", *RECORDED).splitlines()
     if changed:
-        print("build: csrc and megatron_mok must be as committed (commit, or pass --dirty to build without a record):")
-        sys.exit("\n".join(changed))
+        sys.exit("build: uncommitted changes; commit, or pass --dirty:\n" + "\n".join(changed))
     return {path: git("rev-parse", f"HEAD:{path}").strip() for path in RECORDED}
 
 
@@ -71,7 +71,8 @@ def main() -> None:
     run(tool("cmake"), "--install", str(BUILD), "--prefix", str(ROOT))
     if trees:
         TREES.write_text(json.dumps(trees, indent=2) + "\n")
-    print(f"built megatron_mok/native/libmegatron_mok.so for {archs}, csrc {trees.get('csrc', 'not recorded')}")
+    recorded = trees.get("csrc", "not recorded")
+    print(f"built megatron_mok/native/libmegatron_mok.so for {archs}, csrc tree {recorded}")
 
 
 if __name__ == "__main__":

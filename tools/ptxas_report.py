@@ -1,11 +1,12 @@
 """What ptxas reports about each kernel: kept while compiling, held against csrc/budget.json afterwards.
 
-    ptxas_report.py compile NVCC ARGS...     compiler launcher: runs nvcc, writes OBJECT.ptxas.txt, fails on serialised WGMMAs
+    ptxas_report.py compile NVCC ARGS...     compiler launcher: runs nvcc, writes OBJECT.ptxas.txt, fails on
+                                             serialised WGMMAs
     ptxas_report.py check BUILD_DIR BUDGET   prints a table and fails on a kernel over its budget
 
-The budget file has a "default" and per-kernel entries under "kernels", keyed by a regular expression that is searched in
-the demangled name; each holds upper limits for registers (per thread), spill_bytes (stores and loads) and shared_bytes
-(static). Standard library only: it also runs inside an isolated wheel build.
+The budget file has a "default" and per-kernel entries under "kernels", keyed by a regular expression that is
+searched in the demangled name; each holds upper limits for registers (per thread), spill_bytes (stores and loads)
+and shared_bytes (static). Standard library only: it also runs inside an isolated wheel build.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 # ptxas calls these "info": a WGMMA that waits for each predecessor costs most of the tensor cores' rate.
 SERIALISED_WGMMA = re.compile(r"\(C75(09|10)\)")
+STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 LIMITS = ("registers", "spill_bytes", "shared_bytes")
 
 
@@ -34,7 +36,10 @@ def compile_and_keep(command: list[str]) -> int:
             Path(f"{output}.ptxas.txt").write_text(done.stdout)
     serialised = [line for line in done.stdout.splitlines() if SERIALISED_WGMMA.search(line)]
     if done.returncode == 0 and serialised:
-        print("error: ptxas serialises WGMMAs here (C7509/C7510); look for a call, a branch or a printf between them:")
+        print(
+            "error: ptxas serialises WGMMAs (C7509/C7510): look for a call or a printf between them",
+            flush=True,
+        )
         print("\n".join(serialised), flush=True)
         return 1
     return done.returncode
@@ -51,7 +56,7 @@ def parse(text: str) -> list[dict]:
     for line in text.splitlines():
         if found := re.search(r"Function properties for (\S+)", line):
             pending = found[1]
-        elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+        elif found := STACK.search(line):
             stack, stores, loads = map(int, found.groups())
             if kernels and kernels[-1]["name"] == pending:  # else a device function that was not inlined
                 kernels[-1].update(stack_bytes=stack, spill_bytes=stores + loads)
