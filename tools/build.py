@@ -4,8 +4,8 @@
 
 Refuses a csrc or megatron_mok with changes that git has not recorded, since the library carries the git tree
 hash of csrc and the GPU test record names both; writes them to build/trees.json. --dirty is for the edit-run
-loop: it builds what is there, records no hash and removes build/trees.json. Runs the host C++ tests and holds the
-kernels against csrc/budget.json.
+loop: it builds what is there, records no hash and removes build/trees.json. Runs the host C++ tests and holds
+the kernels against csrc/budget.json.
 """
 
 from __future__ import annotations

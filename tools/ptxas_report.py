@@ -5,8 +5,8 @@
     ptxas_report.py check BUILD_DIR BUDGET   prints a table and fails on a kernel over its budget
 
 The budget file has a "default" and per-kernel entries under "kernels", keyed by a regular expression that is
-searched in the demangled name; each holds upper limits for registers (per thread), spill_bytes (stores and loads)
-and shared_bytes (static). Standard library only: it also runs inside an isolated wheel build.
+searched in the demangled name; each holds upper limits for registers (per thread), spill_bytes (stores and
+loads) and shared_bytes (static). Standard library only: it also runs inside an isolated wheel build.
 """
 
 from __future__ import annotations
