@@ -33,7 +33,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 (names are served by __getattr__)
+__all__ = ["__version__", *_HOME_OF]
 
 
 def __getattr__(name):

@@ -127,7 +127,9 @@ CONSTRAINTS = (
         "a positive number of seconds",
         "leave it out for the default, there is no unbounded wait",
     ),
-    Constraint("preset", _optional(lambda v: isinstance(v, str) and v), "a name or a path", "leave it out"),
+    Constraint(
+        "preset", _optional(lambda v: isinstance(v, str) and v != ""), "a name or a path", "leave it out"
+    ),
     Constraint(
         "max_tokens",
         _optional(lambda v: _is_int(v) and v > 0),

@@ -1,0 +1,1 @@
+"""Help for tests and demos. Importing it, or a module of it, changes nothing."""
