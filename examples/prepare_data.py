@@ -2,10 +2,10 @@
 
     python examples/prepare_data.py --output runs/data/stdlib
 
-Real text that every machine has. One document a file (folders of tests left out), one token a byte, each document
-ended by EOD = 256: train with `--tokenizer-type NullTokenizer --vocab-size 257` and `--data-path OUTPUT`.
-Writes OUTPUT.bin and OUTPUT.idx with Megatron's own builder, and OUTPUT.json: the number of files and bytes, the
-Python version and the SHA-256 of the text, which differs between Python versions.
+Real text that every machine has. One document a file (folders of tests left out), one token a byte, each
+document ended by EOD = 256: train with `--tokenizer-type NullTokenizer --vocab-size 257 --data-path OUTPUT`.
+Writes OUTPUT.bin and OUTPUT.idx with Megatron's own builder, and OUTPUT.json: the number of files and bytes,
+the Python version and the SHA-256 of the text, which differs between Python versions.
 """
 
 from __future__ import annotations

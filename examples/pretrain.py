@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m megatron_mok.launch examples/pretrain.py \\
         MEGATRON_FLAGS --moe-token-dispatcher-type mok
 
-Nothing below knows the dispatcher: the launcher registers it, and without the launcher this is a stock Megatron run.
-One flag is added, --metrics-file: a JSON line for each step with its loss, gradient norm and time.
+Nothing below knows the dispatcher: the launcher registers it; without the launcher this is a stock run. One flag
+is added, --metrics-file: a JSON line for each step with its loss, gradient norm and time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.training.utils import (
     is_last_rank,
 )
 
-# --- model ------------------------------------------------------------------------------------------------------
+# --- model --------------------------------------------------------------------------------------------------
 
 
 def model_provider(
@@ -100,7 +100,7 @@ def use_torch_attention(block_spec: Any, mtp_spec: Any) -> None:
         layer.submodules.self_attention.submodules.core_attention = core_attention_class()
 
 
-# --- data -------------------------------------------------------------------------------------------------------
+# --- data ---------------------------------------------------------------------------------------------------
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -143,7 +143,7 @@ def get_batch(samples: Iterator[dict], vp_stage: int | None) -> list[torch.Tenso
     return [batch.get(key) for key in BATCH]
 
 
-# --- step -------------------------------------------------------------------------------------------------------
+# --- step ---------------------------------------------------------------------------------------------------
 
 
 def forward_step(samples: Iterator[dict], model: Any) -> tuple[torch.Tensor, Callable]:
@@ -162,7 +162,7 @@ def sum_losses(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Ten
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------
+# --- metrics ------------------------------------------------------------------------------------------------
 
 
 def record_metrics(path: Path) -> None:
@@ -187,8 +187,7 @@ def record_metrics(path: Path) -> None:
     @functools.wraps(training_log)
     def log(*args: Any, **kwargs: Any) -> Any:
         values = parameters.bind(*args, **kwargs).arguments
-        # Before Megatron's own line, so that whoever reads that line finds the numbers here. Megatron adds the
-        # losses up in place while it logs: copy them now.
+        # Written before Megatron logs: whoever sees its line finds the numbers here.
         loss = {key: float(value) for key, value in values["loss_dict"].items()}
         if is_last_rank():
             batch = get_args().global_batch_size * get_args().seq_length
