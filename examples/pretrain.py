@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m megatron_mok.launch examples/pretrain.py \\
         MEGATRON_FLAGS --moe-token-dispatcher-type mok
 
-Nothing below knows the dispatcher: the launcher registers it; without the launcher this is a stock run. One flag
-is added, --metrics-file: a JSON line for each step with its loss, gradient norm and time.
+Nothing below knows the dispatcher: the launcher registers it; without the launcher this is a stock run.
+One flag is added, --metrics-file: a JSON line for each step with its loss, gradient norm and time.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
-def get_batch(samples: Iterator[dict], vp_stage: int | None) -> list[torch.Tensor | None]:
+def get_batch(samples: Iterator[dict], vp_stage: int | None) -> list[Any]:
     """The next micro-batch on this rank's device, [B, S/CP] each; None for every entry on a middle stage."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return [None] * len(BATCH)
