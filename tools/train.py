@@ -1,0 +1,138 @@
+"""`make train`: trains the tiny model of configs/models on real text with the mok dispatcher, and sums it up.
+
+    train.py [MEGATRON_FLAGS...]      the flags are appended to the training command
+
+Without a GPU: the CPU back end, 4 ranks, EP 4, gloo. With n GPUs: EP and ranks the largest of 1, 2, 4, 8 <= n.
+Leaves runs/train/metrics.jsonl (a JSON object a step), loss.png and log.txt (all that Megatron printed).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "examples")]
+
+from model_flags import model_flags  # noqa: E402
+from prepare_data import prepare  # noqa: E402
+
+RUN = ROOT / "runs" / "train"
+METRICS = RUN / "metrics.jsonl"
+STEPS = 80
+TRAINING = f"""
+    --seq-length 256 --micro-batch-size 1 --global-batch-size 8 --train-iters {STEPS} --log-interval 1
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 1.0
+    --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --split 100,0,0 --num-workers 0
+    --tokenizer-type NullTokenizer --no-create-attention-mask-in-dataloader --distributed-timeout-minutes 10
+"""
+# Megatron's own layers in plain torch: nothing of Apex or Transformer Engine.
+LOCAL = """
+    --transformer-impl local --attention-backend unfused --no-persist-layer-norm --no-rope-fusion
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
+"""
+CPU = "--distributed-backend gloo --use-cpu-initialization"
+GPU = "--bf16"
+
+
+def command(data: Path, extra: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The torchrun command and its environment for this machine."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = max(n for n in (1, 2, 4, 8) if n <= gpus) if gpus else 4
+    flags = model_flags("tiny") + shlex.split(TRAINING)
+    if gpus and importlib.util.find_spec("transformer_engine"):
+        flags += shlex.split(GPU) + ["--transformer-impl", "transformer_engine", "--moe-grouped-gemm"]
+    else:
+        flags += shlex.split(LOCAL + (GPU if gpus else CPU))
+    flags += ["--expert-model-parallel-size", str(ranks), "--moe-token-dispatcher-type", "mok"]
+    flags += ["--data-path", str(data), "--data-cache-path", str(data.parent / "cache")]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    script = ["-m", "megatron_mok.launch", "examples/pretrain.py", "--metrics-file", str(METRICS)]
+
+    environment = dict(os.environ, PYTHONUNBUFFERED="1")
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    if not gpus:  # compiling small functions takes longer than this whole training
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return [*launch, *script, *flags, *extra], environment
+
+
+def metrics() -> list[dict]:
+    return [json.loads(line) for line in METRICS.read_text().splitlines()] if METRICS.exists() else []
+
+
+def train(argv: list[str], environment: dict[str, str], log_file: Path) -> str | None:
+    """Run the training, show a line for each logging step; the back end's own line. SystemExit if it fails."""
+    backend = None
+    with log_file.open("w") as log:
+        process = subprocess.Popen(
+            argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            log.write(line)
+            if " iteration " in line and "lm loss:" in line and (steps := metrics()):
+                now = steps[-1]
+                print(
+                    f"step {now['step']:>4}  loss {now['loss']:.4f}  grad norm {now['grad_norm']:.3f}  "
+                    f"{now['tokens_per_s']:.0f} tokens/s  {now['step_ms']:.0f} ms"
+                )
+            elif "back end" in line and backend is None:
+                backend = line.strip()
+                print(backend)
+    if process.wait():
+        print(*log_file.read_text().splitlines()[-40:], sep="\n")
+        raise SystemExit(f"training failed (exit status {process.returncode}); all of its output: {log_file}")
+    return backend
+
+
+def plot(steps: list[dict], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    axes.plot([s["step"] for s in steps], [s["loss"] for s in steps])
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="tiny model, Python's standard library")
+    axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    RUN.mkdir(parents=True, exist_ok=True)
+    METRICS.unlink(missing_ok=True)
+    data = ROOT / "runs" / "data" / "stdlib"
+    text = prepare(data)
+    argv, environment = command(data, sys.argv[1:])
+    print(f"text: {text['origin']}, {text['files']} files, {text['bytes']} bytes", flush=True)
+    backend = train(argv, environment, RUN / "log.txt")
+
+    steps = metrics()
+    if not steps:
+        raise SystemExit(f"training ended without a step; all of its output: {RUN / 'log.txt'}")
+    plot(steps, RUN / "loss.png")
+    settled = steps[len(steps) // 5 :]
+    used = re.findall(r"--moe-token-dispatcher-type[= ](\S+)", " ".join(argv))[-1]
+    print(
+        f"\ndispatcher   {used}"
+        f"\nback end     {backend or 'Megatron-Core'}"
+        f"\nloss         {steps[0]['loss']:.4f} at step {steps[0]['step']}, {steps[-1]['loss']:.4f} at step "
+        f"{steps[-1]['step']}"
+        f"\ntokens/s     {statistics.median(s['tokens_per_s'] for s in settled):.0f} (median)"
+        f"\nstep         {statistics.median(s['step_ms'] for s in settled):.0f} ms (median)"
+        f"\ntext sha256  {text['sha256']}"
+        f"\nleft         {METRICS.relative_to(ROOT)}, {(RUN / 'loss.png').relative_to(ROOT)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
