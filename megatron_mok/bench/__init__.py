@@ -1,0 +1,1 @@
+"""Measurements: the same training under two dispatchers (`ab`), one layer against its peers (`layer`)."""
