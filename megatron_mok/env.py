@@ -45,3 +45,8 @@ def flag(name: str) -> bool:
     """True where `name` is set to anything but 0, false, no or off."""
     value = text(name)
     return value is not None and value.strip().lower() not in ("0", "false", "no", "off")
+
+
+def child(**defaults: str) -> dict[str, str]:
+    """Environment for a child process: this one's, with `defaults` where a variable is unset."""
+    return {**defaults, **os.environ}
