@@ -56,6 +56,15 @@ class Word:
         layer = f", layer {self.layer}" if self.layer else ""
         return f"{kind} call {self.call} of exchange {self.exchange}{layer}"
 
+    def integers(self, num_ranks: int) -> list[int]:
+        asks = self.asks or (0,) * num_ranks
+        return [self.exchange, self.call, self.kind, self.layer, self.tokens, self.needs, *asks]
+
+    @staticmethod
+    def from_integers(values: list[int]) -> Word:
+        exchange, call, kind, layer, tokens, needs, *asks = values
+        return Word(exchange, call, kind, layer, tokens, needs, tuple(asks))
+
     def same_call(self, other: Word) -> bool:
         layers = {self.layer, other.layer}
         return (self.exchange, self.call, self.kind) == (other.exchange, other.call, other.kind) and (
@@ -80,10 +89,12 @@ class Route:
 
 
 class Exchange:
-    """One rank's end. `layer` may be set for the words and the error texts; 0 means not known.
+    """One rank's end. `layer` may be set before a forward call, for the words and the error texts.
 
-    group       a process group that can move CPU tensors, or None for a rank alone
-    timeout_s   longest wait in seconds; the first call may take `first_timeout_s`
+    group       a process group, or None for a rank alone; rows travel as CPU tensors, so they need one that
+                moves these (gloo), words and settings go through any
+    timeout_s   longest wait in seconds; up to the first forward call it is `first_timeout_s`, by default the
+                group's own time-out
     number      which exchange of the group this is, the same on all ranks
     precision   "bf16" (operands as they are) or "mxfp8"
     """
@@ -105,7 +116,9 @@ class Exchange:
         self.first_timeout_s = limit if first_timeout_s is None else first_timeout_s
         self.number, self.precision = number, precision
         self.calls, self.layer = 0, 0
+        self._layer, self._forwards = 0, 0  # of the call that runs; begun so far
         self.failure: Exception | None = None
+        self._wire = _wire_device(group)
         self._peers = [r for r in range(self.size) if r != self.rank]
 
     def check(self) -> None:
@@ -122,8 +135,9 @@ class Exchange:
         silent.
         """
         self.check()
-        self.calls += 1
-        words = self._trade(Word(self.number, self.calls, kind, self.layer, tokens, needs, asks))
+        self._begin()
+        self._forwards += kind == Call.FORWARD
+        words = self._trade(Word(self.number, self.calls, kind, self._layer, tokens, needs, asks))
         mine = words[self.rank]
         for peer, word in enumerate(words):
             if word.kind == Call.ABORT:
@@ -141,9 +155,9 @@ class Exchange:
         """Tell the peers, who are at the start of a call, that this rank will not take part."""
         if self.failure is None:
             self.failure = cause
-            self.calls += 1
+            self._begin()
             try:
-                self._trade(Word(self.number, self.calls, Call.ABORT, self.layer, 0, 0, ()))
+                self._trade(Word(self.number, self.calls, Call.ABORT, self._layer, 0, 0, ()))
             except (PeerAbort, PeerTimeout):
                 pass  # they have an error of their own; ours is the one to raise
 
@@ -214,8 +228,8 @@ class Exchange:
         if self.size == 1:
             return [payload]
         width = max(word.tokens for word in words)
-        mine = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
-        every = torch.empty(self.size, width, dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8).to(self._wire)
+        every = mine.new_empty(self.size, width)
         with self._bounded("settings") as wait:
             wait(dist.all_gather_into_tensor(every.view(-1), mine, group=self.group, async_op=True))
         return [bytes(row[: word.tokens].tolist()) for row, word in zip(every, words, strict=True)]
@@ -226,14 +240,18 @@ class Exchange:
         self.failure = error
         return error
 
-    def _limit_s(self) -> float:
-        return self.first_timeout_s if self.calls <= 1 else self.timeout_s
+    def _begin(self) -> None:
+        self.calls += 1
+        self._layer, self.layer = self.layer, 0
 
     def _trade(self, word: Word) -> list[Word]:
         """Every rank's word. Point to point, so that a silent peer is known by its rank."""
-        asks = word.asks or (0,) * self.size
-        fields = [word.exchange, word.call, word.kind, word.layer, word.tokens, word.needs]
-        mine = torch.tensor([*fields, *asks])  # int64
+        mine = torch.tensor(word.integers(self.size), dtype=torch.int64, device=self._wire)
+        if self._wire.type != "cpu":  # NCCL orders sends behind receives: only a collective is safe
+            every = mine.new_empty(self.size, len(mine))
+            with self._bounded("publication", str(word)) as wait:
+                wait(dist.all_gather_into_tensor(every.view(-1), mine, group=self.group, async_op=True))
+            return [Word.from_integers(row) for row in every.tolist()]
         seen = {r: torch.empty_like(mine) for r in self._peers}
         with self._bounded("publication", str(word)) as wait:
             receiving = {r: dist.irecv(seen[r], group=self.group, group_src=r, tag=_TAG) for r in self._peers}
@@ -242,9 +260,7 @@ class Exchange:
                 for peer, work in works.items():
                     wait(work, peer)
         seen[self.rank] = mine
-        count = len(fields)
-        rows = [seen[r].tolist() for r in range(self.size)]
-        return [Word(*row[:count], tuple(row[count:])) for row in rows]  # type: ignore[call-arg]
+        return [Word.from_integers(seen[r].tolist()) for r in range(self.size)]
 
     def _swap(self, values: Tensor, send: list[int], receive: list[int], phase: str) -> Tensor:
         """send[r] rows of `values` to each rank r, receive[r] rows from it, in rank order."""
@@ -260,7 +276,7 @@ class Exchange:
     @contextmanager
     def _bounded(self, phase: str, expected: object = "data") -> Iterator[Any]:
         """Gives wait(work, peer): all waits together get the time limit; failures become this package's."""
-        limit = self._limit_s()
+        limit = self.timeout_s if self._forwards > 1 else self.first_timeout_s
         end = time.monotonic() + limit
         peer: int | None = None
 
@@ -276,7 +292,7 @@ class Exchange:
                 late = PeerTimeout(
                     rank=self.rank,
                     call=self.calls,
-                    layer=self.layer or None,
+                    layer=self._layer or None,
                     phase=phase,
                     peer=peer,
                     expected=expected,
@@ -292,11 +308,17 @@ class Exchange:
 
 
 def group_timeout_s(group: Any) -> float:
-    """The process group's own time-out in seconds; without a group, or where it has none, half an hour."""
-    try:
-        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):
+    """The process group's own time-out in seconds; half an hour, torch's default, without a group."""
+    if group is None:
         return 1800.0
+    return group._get_backend(_wire_device(group)).options._timeout.total_seconds()
+
+
+def _wire_device(group: Any) -> torch.device:
+    """Where tensors must live that the group moves: the CPU if it can."""
+    if group is None or torch.device("cpu") in group._device_types:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 # Handles are integers, as the operators' schema wants them. Negative: the kernels' communicators count from

@@ -1,0 +1,270 @@
+"""Communicators: one per (group, hidden size, top-k, dtype, device), shared by every layer of that shape.
+
+They are opened collectively, at first use. All ranks first exchange what they are about to do, so that a
+difference is the same error everywhere and not a hang or wrong data.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from .. import __version__, errors
+from ..config import MokConfig
+from ..errors import ConfigError, LibraryMissing, PeerAbort, Problem, UnsupportedDevice
+from ..reference import exchange
+from .provider import Provider, ReferenceProvider, Request
+
+_log = logging.getLogger(__name__)
+_REFERENCE = ReferenceProvider()
+
+
+def _cuda_provider() -> Provider:
+    try:
+        return import_module("megatron_mok.runtime.cuda").PROVIDER
+    except ImportError as error:
+        raise LibraryMissing(
+            f"backend cuda: {error}: the kernels are not part of this installation; run `make build` (needs "
+            "nvcc), or ask for plain torch with backend='reference' (--mok-backend reference)"
+        ) from error
+
+
+def _provider(backend: str, device: torch.device) -> Provider:
+    if backend == "reference" or (backend == "auto" and device.type == "cpu"):
+        return _REFERENCE
+    if device.type != "cuda":
+        raise UnsupportedDevice(
+            f"backend cuda: got a layer on {device}, need one on a GPU; move the model, or use backend='auto'"
+        )
+    return _cuda_provider()
+
+
+def choose_backend(config: MokConfig, device: torch.device | str) -> tuple[str, str]:
+    """(back end, why in one line) for a layer on `device`. Local; never falls back silently.
+
+    auto is cuda for a layer on a GPU and reference for one on the CPU. UnsupportedDevice or LibraryMissing,
+    with the remedy, where the back end cannot run.
+    """
+    device = torch.device(device)
+    provider = _provider(config.backend, device)
+    asked = f"backend={config.backend}: "
+    return provider.name, asked + provider.why(device)
+
+
+class Comm:
+    """A communicator. It stays valid over reserve() and release(): the next forward opens it again.
+
+    handle      integer for the operators; -1 and below are the reference's; None while closed
+    rank, size  in the expert-parallel group
+    backend     "cuda" or "reference", and `why` in one line
+    max_tokens  the largest number of tokens per rank and call, agreed over the group
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        hidden: int,
+        top_k: int,
+        num_experts: int,
+        max_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        config: MokConfig,
+    ) -> None:
+        self.group, self.config = group, config
+        self.hidden, self.top_k, self.num_experts = hidden, top_k, num_experts
+        self.device, self.dtype = device, dtype
+        self.max_tokens = max_tokens
+        self.handle: int | None = None
+        self.backend, self.why = "", ""
+        self._control: int | None = None
+        self._provider: Provider = _REFERENCE
+        self.rank = 0 if group is None else torch.distributed.get_rank(group)
+        self.size = 1 if group is None else torch.distributed.get_world_size(group)
+
+    def open(self) -> Comm:
+        """Agree with the peers and make the workspace, where that is not done yet. Collective.
+
+        ConfigError, UnsupportedDevice or LibraryMissing on all ranks if it fails on any.
+        """
+        if self.handle is not None:
+            return self
+        number = _opened[self.group] = _opened.get(self.group, -1) + 1
+        control = exchange.register(self.group, number=number, timeout_s=self.config.timeout_s)
+        ranks = exchange.lookup(control)
+        try:
+            everyone = self._gather(ranks, self._describe)
+            self.max_tokens = max(facts.pop("max_tokens") for facts in everyone)
+            self._check_equal(everyone)
+            request = Request(
+                self.group, control, self.hidden, self.top_k, self.num_experts, self.max_tokens, self.dtype,
+                self.device, self.config,
+            )  # fmt: skip
+            handle = None
+
+            def make() -> dict[str, Any]:
+                nonlocal handle
+                handle = self._provider.open(request)
+                return {}
+
+            try:
+                self._gather(ranks, make)
+            except Exception:
+                if handle is not None:
+                    self._provider.close(handle)
+                raise
+        except Exception:
+            exchange.close(control)
+            raise
+        self.handle, self._control = handle, control
+        if self.rank == 0:
+            _log.info("mok: %s back end (%s), %d ranks", self.backend, self.why, self.size)
+        return self
+
+    def close(self) -> None:
+        """Free the workspace. Local; a backward that is still to come cannot run any more."""
+        if self.handle is not None and self._control is not None:
+            self._provider.close(self.handle)
+            exchange.close(self._control)
+            self.handle = self._control = None
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Whatever is raised inside also ends, on the peers, the call that they are about to start."""
+        try:
+            yield
+        except Exception as error:
+            if self.handle is not None:
+                self._provider.abort(self.handle, error)
+                self.close()  # dead on all ranks: made anew, collectively, if anybody goes on
+            raise
+
+    def set_layer(self, layer: int) -> None:
+        """The layer of the next forward call, for error texts."""
+        if self.handle is not None:
+            self._provider.set_layer(self.handle, layer)
+
+    def _describe(self) -> dict[str, Any]:
+        """What must be the same on all ranks, and max_tokens, of which the largest counts."""
+        self._provider = _provider(self.config.backend, self.device)
+        self.backend, self.why = choose_backend(self.config, self.device)
+        settings = {f"config.{k}": v for k, v in asdict(self.config).items() if k != "max_tokens"}
+        return {
+            "max_tokens": self.max_tokens,
+            "hidden": self.hidden,
+            "top_k": self.top_k,
+            "num_experts": self.num_experts,
+            "dtype": str(self.dtype),
+            "megatron_mok": __version__,
+            "backend": self.backend,
+            **self._provider.facts(self.device),
+            **settings,
+        }
+
+    def _gather(self, ranks: exchange.Exchange, act: Any) -> list[dict[str, Any]]:
+        """act()'s result of all ranks; if it raised on any, an error on all: that rank's own on itself."""
+        mine: Exception | None = None
+        try:
+            payload = {"facts": act()}
+        except Exception as error:  # told to the peers, then raised
+            mine = error
+            payload = {"error": [type(error).__name__, str(error)]}
+        every = [json.loads(text) for text in ranks.gather_bytes(json.dumps(payload).encode())]
+        if mine is not None:
+            raise mine
+        for rank, theirs in enumerate(every):
+            if "error" in theirs:
+                name, text = theirs["error"]
+                kind = getattr(errors, name) if name in ("UnsupportedDevice", "LibraryMissing") else PeerAbort
+                raise kind(f"rank {rank}: {text}")
+        return [theirs["facts"] for theirs in every]
+
+    def _check_equal(self, everyone: list[dict[str, Any]]) -> None:
+        problems = []
+        for field in dict.fromkeys(name for facts in everyone for name in facts):
+            values = {rank: facts.get(field) for rank, facts in enumerate(everyone)}
+            if any(value != values[0] for value in values.values()):
+                problems.append(
+                    Problem(
+                        field,
+                        values,
+                        "the same on all ranks of the expert-parallel group",
+                        "use the same settings, versions and GPUs everywhere, and build layers in one order",
+                    )
+                )
+        if self.num_experts % self.size:
+            problems.append(
+                Problem("num_experts", self.num_experts, f"a multiple of {self.size} ranks", "change either")
+            )
+        if problems:
+            raise ConfigError(problems, where="expert-parallel group")
+
+
+_comms: dict[tuple, Comm] = {}
+_opened: dict[Any, int] = {}  # number of the last communicator opened over each group; part of every word
+_reserved = 0
+
+
+def get_comm(
+    group: Any,
+    *,
+    hidden: int,
+    top_k: int,
+    num_experts: int,
+    max_tokens: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    config: MokConfig,
+) -> Comm:
+    """The communicator of (group, hidden, top_k, dtype, device), opened. A dictionary look-up once it exists.
+
+    group: process group, or None for one rank. max_tokens: the most that this rank will bring to a call; the
+    maximum over the group counts. Collective at first use, and again after release(), reserve(), a failure or
+    with another `config`: all ranks ask in one order. Errors: see Comm.open.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (group, hidden, top_k, dtype, device)
+    comm = _comms.get(key)
+    if comm is not None and comm.config != config:
+        comm.close()
+        comm = None
+    if comm is None:
+        tokens = max(max_tokens, _reserved)
+        comm = Comm(group, hidden, top_k, num_experts, tokens, device, dtype, config)
+        _comms[key] = comm
+    return comm.open()
+
+
+def reserve(max_tokens: int) -> None:
+    """Make every workspace large enough for `max_tokens` tokens per rank and call; later ones too.
+
+    Collective: all ranks, between steps, when no backward is due. ValueError unless it is a positive integer.
+    """
+    global _reserved
+    if max_tokens <= 0:
+        raise ValueError(f"reserve: max_tokens: got {max_tokens}, need a positive integer")
+    _reserved = max(_reserved, max_tokens)
+    for comm in list(_comms.values()):
+        if comm.max_tokens < max_tokens:
+            again = comm.handle is not None
+            comm.close()
+            comm.max_tokens = max_tokens
+            if again:
+                comm.open()
+
+
+def release() -> None:
+    """Free every workspace. Local; the next forward of a layer makes its workspace again, collectively."""
+    global _reserved
+    _reserved = 0
+    for comm in _comms.values():
+        comm.close()
