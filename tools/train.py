@@ -2,7 +2,8 @@
 
     train.py [MEGATRON_FLAGS...]      the flags are appended to the training command
 
-Without a GPU: the CPU back end, 4 ranks, EP 4, gloo. With n GPUs: EP and ranks the largest of 1, 2, 4, 8 <= n.
+Without a GPU: the CPU back end, 4 ranks, EP 4, gloo. With n GPUs: as many ranks, and EP, as the largest of
+1, 2, 4, 8 that is <= n.
 Leaves runs/train/metrics.jsonl (a JSON object a step), loss.png and log.txt (all that Megatron printed).
 """
 
@@ -21,24 +22,24 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "examples")]
+sys.path.insert(0, str(ROOT / "tools"))
 
 from model_flags import model_flags  # noqa: E402
-from prepare_data import prepare  # noqa: E402
 
 RUN = ROOT / "runs" / "train"
 METRICS = RUN / "metrics.jsonl"
 STEPS = 80
 TRAINING = f"""
-    --seq-length 256 --micro-batch-size 1 --global-batch-size 8 --train-iters {STEPS} --log-interval 1
+    --seq-length 256 --micro-batch-size 1 --global-batch-size 8 --train-iters {STEPS} --log-interval 5
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 1.0
-    --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --split 100,0,0 --num-workers 0
-    --tokenizer-type NullTokenizer --no-create-attention-mask-in-dataloader --distributed-timeout-minutes 10
+    --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --eval-interval 1000 --distributed-timeout-minutes 10
+    --tokenizer-type NullTokenizer --split 100,0,0 --num-workers 0 --no-create-attention-mask-in-dataloader
 """
 # Megatron's own layers in plain torch: nothing of Apex or Transformer Engine.
 LOCAL = """
     --transformer-impl local --attention-backend unfused --no-persist-layer-norm --no-rope-fusion
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion
 """
 CPU = "--distributed-backend gloo --use-cpu-initialization"
 GPU = "--bf16"
@@ -65,12 +66,21 @@ def command(data: Path, extra: list[str]) -> tuple[list[str], dict[str, str]]:
     return [*launch, *script, *flags, *extra], environment
 
 
+def prepare(data: Path) -> dict:
+    """Make the data set, or find it made; what it was made from. A process apart: Megatron's import talks."""
+    script = [sys.executable, "examples/prepare_data.py", "--output", str(data)]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{done.stderr}preparing the data failed: {shlex.join(script)}")
+    return json.loads(done.stdout)
+
+
 def metrics() -> list[dict]:
     return [json.loads(line) for line in METRICS.read_text().splitlines()] if METRICS.exists() else []
 
 
 def train(argv: list[str], environment: dict[str, str], log_file: Path) -> str | None:
-    """Run the training, show a line for each logging step; the back end's own line. SystemExit if it fails."""
+    """Run the training and show a line for each logging step; what mok said of its back end, if it ran."""
     backend = None
     with log_file.open("w") as log:
         process = subprocess.Popen(
@@ -83,13 +93,17 @@ def train(argv: list[str], environment: dict[str, str], log_file: Path) -> str |
                 now = steps[-1]
                 print(
                     f"step {now['step']:>4}  loss {now['loss']:.4f}  grad norm {now['grad_norm']:.3f}  "
-                    f"{now['tokens_per_s']:.0f} tokens/s  {now['step_ms']:.0f} ms"
+                    f"{now['tokens_per_s']:.0f} tokens/s  {now['step_ms']:.0f} ms",
+                    flush=True,
                 )
             elif "back end" in line and backend is None:
                 backend = line.strip()
-                print(backend)
+                print(backend, flush=True)
     if process.wait():
-        print(*log_file.read_text().splitlines()[-40:], sep="\n")
+        told = log_file.read_text().split("torch/distributed/elastic")[
+            0
+        ]  # torchrun's own report only says where
+        print(*told.splitlines()[-40:], sep="\n")
         raise SystemExit(f"training failed (exit status {process.returncode}); all of its output: {log_file}")
     return backend
 
