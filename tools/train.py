@@ -32,8 +32,9 @@ STEPS = 80
 TRAINING = f"""
     --seq-length 256 --micro-batch-size 1 --global-batch-size 8 --train-iters {STEPS} --log-interval 5
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 1.0
-    --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --eval-interval 1000 --distributed-timeout-minutes 10
+    --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --eval-interval 1000
     --tokenizer-type NullTokenizer --split 100,0,0 --num-workers 0 --no-create-attention-mask-in-dataloader
+    --distributed-timeout-minutes 10
 """
 # Megatron's own layers in plain torch: nothing of Apex or Transformer Engine.
 LOCAL = """
