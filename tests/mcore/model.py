@@ -13,9 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import megatron_mok
+import megatron_mok.runtime
 from megatron_mok.testing import cpu
 
 cpu.install()
+megatron_mok.register()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
@@ -112,8 +115,7 @@ def leave() -> None:
     """Give up the process groups."""
     global _layout
     if _layout is not None:
-        pass
-
+        megatron_mok.runtime.release()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         _layout = None
