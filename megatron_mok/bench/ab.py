@@ -62,10 +62,9 @@ class Training:
                     "the first; remedy: leave it out"
                 )
         here = int(option(options, "nproc-per-node") or 1)
-        ranks = here * int((option(options, "nnodes") or "1").split(":")[-1])
         if list(LAUNCHER) != options[-2:]:
             options = [*options, *LAUNCHER]
-        return cls((*options, command[at]), args, ranks, here, min(here, gpus))
+        return cls((*options, command[at]), args, total_ranks(options), here, min(here, gpus))
 
     def command(self, flags: tuple[str, ...], steps: int, metrics: Path) -> list[str]:
         """The whole command for one side; metrics: where a script that knows --metrics-file writes."""
@@ -94,6 +93,12 @@ def option(words: list[str], name: str) -> str | None:
         if key.startswith("--") and key[2:].replace("_", "-") == name:
             value = after if eq else (words[i + 1] if i + 1 < len(words) else None)
     return value
+
+
+def total_ranks(options: list[str]) -> int:
+    """Processes that torchrun starts in all, from its options."""
+    nodes = (option(options, "nnodes") or "1").split(":")[-1]
+    return int(option(options, "nproc-per-node") or 1) * int(nodes)
 
 
 # ---------------------------------------------------------------- one run

@@ -7,10 +7,9 @@ from importlib import import_module
 
 # name: (module with `run(argv) -> exit code`, one line of help)
 COMMANDS = {
-    "doctor": (
-        "megatron_mok.cli.doctor",
-        "check this machine: what is here, what is needed, what to do about it",
-    ),
+    "doctor": ("megatron_mok.cli.doctor", "check this machine: what is found, what is needed, the remedy"),
+    "ab": ("megatron_mok.cli.ab", "the same training under another dispatcher and under mok, compared"),
+    "bench": ("megatron_mok.cli.bench", "one layer on this GPU: mok beside torch and other kernels"),
 }
 
 
