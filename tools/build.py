@@ -66,9 +66,9 @@ def main() -> None:
         f"-DMOK_CSRC_TREE={trees.get('csrc', '')}", f"-DPython3_EXECUTABLE={sys.executable}",
     )  # fmt: skip
     run(tool("cmake"), "--build", str(BUILD))
+    run(tool("cmake"), "--install", str(BUILD), "--prefix", str(ROOT))
     run(tool("ctest"), "--test-dir", str(BUILD), "--output-on-failure")
     run(sys.executable, "tools/ptxas_report.py", "check", str(BUILD), "csrc/budget.json")
-    run(tool("cmake"), "--install", str(BUILD), "--prefix", str(ROOT))
     if trees:
         TREES.write_text(json.dumps(trees, indent=2) + "\n")
     recorded = trees.get("csrc", "not recorded")

@@ -2,9 +2,9 @@
 
     gpu_test.py [--output FILE] [PYTEST_ARGUMENTS...]
 
-Needs no git: the tree hashes come from build/trees.json, which `make build` writes, and the library must say the
-same hash of csrc. Exit status: pytest's; 3 if the library and build/trees.json disagree or there is no GPU.
-Any argument that selects tests makes the record partial: it is then only written if --output is given.
+Needs no git: the tree hashes come from build/trees.json, which `make build` writes, and the library must name
+the same hash of csrc. Exit status: pytest's; 3 if the library and that file disagree or there is no GPU.
+Arguments that select tests make the record partial: it is then only written if --output is given.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> int:
         print("gpu-test: no GPU that torch can use; tests/gpu need one", file=sys.stderr)
         return 3
     recorder = Recorder()
-    record = {
+    record: dict[str, object] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpu": torch.cuda.get_device_name(),
         "driver": driver(),

@@ -36,6 +36,7 @@ def parse(world: int, argv: list[str]) -> dict:
     sys.argv = ["pretrain.py", *argv]
     try:
         args = arguments.parse_args()
+        args.apply_rope_fusion = args.moe_permute_fusion = False  # they ask for Transformer Engine
         arguments.validate_args(args)
         config = core_transformer_config_from_args(args)
     except (Exception, SystemExit) as error:
