@@ -140,10 +140,9 @@ class Comm:
         """Whatever is raised inside also ends, on the peers, the call that they are about to start."""
         try:
             yield
-        except Exception as error:
+        except Exception:
             if self.handle is not None:
-                self._provider.abort(self.handle, error)
-                self.close()  # dead on all ranks: made anew, collectively, if anybody goes on
+                self._provider.abort(self.handle)
             raise
 
     def set_layer(self, layer: int) -> None:
@@ -238,9 +237,9 @@ def get_comm(
         comm.close()
         comm = None
     if comm is None:
-        tokens = max(max_tokens, _reserved)
-        comm = Comm(group, hidden, top_k, num_experts, tokens, device, dtype, config)
-        _comms[key] = comm
+        comm = _comms[key] = Comm(group, hidden, top_k, num_experts, max_tokens, device, dtype, config)
+    if comm.handle is None:
+        comm.max_tokens = max(max_tokens, _reserved)
     return comm.open()
 
 
