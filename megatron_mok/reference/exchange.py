@@ -3,8 +3,8 @@
 The protocol is the kernels': in every call each rank first publishes one word to every peer, here a `Word`
 sent point to point, and waits for every peer's. Words are compared exactly, so ranks in different calls
 find out at once; a rank that cannot take part publishes an abort instead. Then rows are pulled from, and
-results pushed back to, the ranks that own the tokens. Every wait is bounded; after a failure the exchange
-is dead and repeats its error.
+results pushed back to, the ranks that own the tokens. Every wait is bounded; after a time-out or a
+mismatch the exchange is dead.
 
 Symbols: R ranks, T tokens here, K experts per token, M rows that arrive here; slot = token * K + k.
 """
@@ -121,29 +121,26 @@ class Exchange:
         self._wire = _wire_device(group)
         self._peers = [r for r in range(self.size) if r != self.rank]
 
-    def check(self) -> None:
-        """Raises the error that ended this exchange, if one did."""
-        if self.failure is not None:
-            raise self.failure
-
     def publish(
         self, kind: Call, *, tokens: int = 0, needs: int = 0, asks: tuple[int, ...] = ()
     ) -> list[Word]:
         """Start a call: the words of all ranks, by rank.
 
-        ProtocolMismatch where a peer is in another call, PeerAbort where it gave up, PeerTimeout where it is
-        silent.
+        ProtocolMismatch where a peer is in another call, PeerTimeout where it is silent, PeerAbort where it
+        gave up. After the last one the ranks are still in step, and the next call may follow.
         """
-        self.check()
+        if self.failure is not None:
+            raise PeerAbort(
+                f"this communicator failed before ({type(self.failure).__name__}: {self.failure}); call "
+                "megatron_mok.release() on all ranks, then the next forward makes it anew"
+            )
         self._begin()
         self._forwards += kind == Call.FORWARD
         words = self._trade(Word(self.number, self.calls, kind, self._layer, tokens, needs, asks))
         mine = words[self.rank]
         for peer, word in enumerate(words):
             if word.kind == Call.ABORT:
-                raise self._dead(
-                    PeerAbort(f"rank {peer} gave up before {mine}: see its own error", peer=peer)
-                )
+                raise PeerAbort(f"rank {peer} gave up before {mine}: see its own error", peer=peer)
         for peer, word in enumerate(words):
             if not mine.same_call(word):
                 raise self._dead(
@@ -151,10 +148,9 @@ class Exchange:
                 )
         return words
 
-    def abort(self, cause: Exception) -> None:
-        """Tell the peers, who are at the start of a call, that this rank will not take part."""
+    def abort(self) -> None:
+        """Tell the peers, who are at the start of a call, that this rank will not take part in it."""
         if self.failure is None:
-            self.failure = cause
             self._begin()
             try:
                 self._trade(Word(self.number, self.calls, Call.ABORT, self._layer, 0, 0, ()))
@@ -166,8 +162,8 @@ class Exchange:
         """Whatever is raised inside also ends the call that the peers are about to start."""
         try:
             yield
-        except Exception as error:
-            self.abort(error)
+        except Exception:
+            self.abort()
             raise
 
     def gather_routing(self, ids: Tensor, probs: Tensor, words: list[Word]) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,11 +180,7 @@ class Exchange:
         every = torch.empty(self.size, 2, width, top_k, dtype=torch.int32)
         if mine.numel():
             with self._bounded("routing") as wait:
-                wait(
-                    dist.all_gather_into_tensor(
-                        every.view(-1), mine.view(-1), group=self.group, async_op=True
-                    )
-                )
+                wait(dist.all_gather(list(every), mine, group=self.group, async_op=True))
         every = every.to(ids.device)
         return every[:, 0], every[:, 1].view(torch.float32), tokens.to(ids.device)
 
@@ -231,7 +223,7 @@ class Exchange:
         mine = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8).to(self._wire)
         every = mine.new_empty(self.size, width)
         with self._bounded("settings") as wait:
-            wait(dist.all_gather_into_tensor(every.view(-1), mine, group=self.group, async_op=True))
+            wait(dist.all_gather(list(every), mine, group=self.group, async_op=True))
         return [bytes(row[: word.tokens].tolist()) for row, word in zip(every, words, strict=True)]
 
     # ---- below: messages with a time limit ----
@@ -250,7 +242,7 @@ class Exchange:
         if self._wire.type != "cpu":  # NCCL orders sends behind receives: only a collective is safe
             every = mine.new_empty(self.size, len(mine))
             with self._bounded("publication", str(word)) as wait:
-                wait(dist.all_gather_into_tensor(every.view(-1), mine, group=self.group, async_op=True))
+                wait(dist.all_gather(list(every), mine, group=self.group, async_op=True))
             return [Word.from_integers(row) for row in every.tolist()]
         seen = {r: torch.empty_like(mine) for r in self._peers}
         with self._bounded("publication", str(word)) as wait:

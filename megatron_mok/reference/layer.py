@@ -37,7 +37,7 @@ def forward(
 
     Collective. WorkspaceTooSmall where T > max_tokens, after telling the peers.
     """
-    (tokens, top_k), num_local = ids.shape, num_experts // exchange.size
+    (tokens, top_k), hidden, num_local = ids.shape, x.shape[1], num_experts // exchange.size
     if tokens > max_tokens:
         error = WorkspaceTooSmall(
             f"tokens: got {tokens}, need at most {max_tokens}, for which the workspace was made; raise "
@@ -45,8 +45,8 @@ def forward(
             got=tokens,
             max_tokens=max_tokens,
         )
-        exchange.abort(error)
-        raise error
+        with exchange.aborting():
+            raise error
     words = exchange.publish(Call.FORWARD, tokens=tokens)
     every_ids, every_p, every_t = exchange.gather_routing(ids, probs, words)
     table = schedule.build(
@@ -66,7 +66,7 @@ def forward(
         act_limit,
         _OPERANDS[exchange.precision],
     )
-    out = moe.combine(exchange.push(route, y, tokens * top_k).view(tokens, top_k, -1), x.dtype)
+    out = moe.combine(exchange.push(route, y, tokens * top_k).view(tokens, top_k, hidden), x.dtype)
     if save_rows < 0:
         return out, h.new_empty(0, h.shape[1]), table.new_empty(0)
     index = rows.saved_index()
