@@ -101,7 +101,13 @@ def main() -> int:
         "torch": torch.__version__,
         "trees": trees(),
     }
-    status = pytest.main([str(ROOT / "tests" / "gpu"), f"--rootdir={ROOT}", *selection], plugins=[recorder])
+    arguments = [
+        str(ROOT / "tests" / "gpu"),
+        f"--rootdir={ROOT}",
+        "--continue-on-collection-errors",
+        *selection,
+    ]
+    status = pytest.main(arguments, plugins=[recorder])
     record |= {"files": recorder.files(), "skip_reasons": dict(recorder.skip_reasons)}
     output = options.output or (None if selection else RECORD)
     if output:

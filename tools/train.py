@@ -1,14 +1,15 @@
 """`make train`: trains the tiny model of configs/models on real text with the mok dispatcher, and sums it up.
 
-    train.py [MEGATRON_FLAGS...]      the flags are appended to the training command
+    train.py [--run-dir DIR] [MEGATRON_FLAGS...]      the flags are appended to the training command
 
 Without a GPU: the CPU back end, 4 ranks, EP 4, gloo. With n GPUs: as many ranks, and EP, as the largest of
-1, 2, 4, 8 that is <= n.
-Leaves runs/train/metrics.jsonl (a JSON object a step), loss.png and log.txt (all that Megatron printed).
+1, 2, 4, 8 that is <= n. Leaves metrics.jsonl (a JSON object a step), loss.png and log.txt (all that Megatron
+printed) in DIR, runs/train by default.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -26,8 +27,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from model_flags import model_flags  # noqa: E402
 
-RUN = ROOT / "runs" / "train"
-METRICS = RUN / "metrics.jsonl"
 STEPS = 80
 TRAINING = f"""
     --seq-length 256 --micro-batch-size 1 --global-batch-size 8 --train-iters {STEPS} --log-interval 5
@@ -46,7 +45,7 @@ CPU = "--distributed-backend gloo --use-cpu-initialization"
 GPU = "--bf16"
 
 
-def command(data: Path, extra: list[str]) -> tuple[list[str], dict[str, str]]:
+def command(data: Path, metrics_file: Path, extra: list[str]) -> tuple[list[str], dict[str, str]]:
     """The torchrun command and its environment for this machine."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = max(n for n in (1, 2, 4, 8) if n <= gpus) if gpus else 4
@@ -58,7 +57,7 @@ def command(data: Path, extra: list[str]) -> tuple[list[str], dict[str, str]]:
     flags += ["--expert-model-parallel-size", str(ranks), "--moe-token-dispatcher-type", "mok"]
     flags += ["--data-path", str(data), "--data-cache-path", str(data.parent / "cache")]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    script = ["-m", "megatron_mok.launch", "examples/pretrain.py", "--metrics-file", str(METRICS)]
+    script = ["-m", "megatron_mok.launch", "examples/pretrain.py", "--metrics-file", str(metrics_file)]
 
     environment = dict(os.environ, PYTHONUNBUFFERED="1")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
@@ -76,11 +75,11 @@ def prepare(data: Path) -> dict:
     return json.loads(done.stdout)
 
 
-def metrics() -> list[dict]:
-    return [json.loads(line) for line in METRICS.read_text().splitlines()] if METRICS.exists() else []
+def read(metrics: Path) -> list[dict]:
+    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
-def train(argv: list[str], environment: dict[str, str], log_file: Path) -> str | None:
+def train(argv: list[str], environment: dict[str, str], metrics: Path, log_file: Path) -> str | None:
     """Run the training and show a line for each logging step; what mok said of its back end, if it ran."""
     backend = None
     with log_file.open("w") as log:
@@ -90,7 +89,7 @@ def train(argv: list[str], environment: dict[str, str], log_file: Path) -> str |
         assert process.stdout is not None
         for line in process.stdout:
             log.write(line)
-            if " iteration " in line and "lm loss:" in line and (steps := metrics()):
+            if " iteration " in line and "lm loss:" in line and (steps := read(metrics)):
                 now = steps[-1]
                 print(
                     f"step {now['step']:>4}  loss {now['loss']:.4f}  grad norm {now['grad_norm']:.3f}  "
@@ -98,8 +97,8 @@ def train(argv: list[str], environment: dict[str, str], log_file: Path) -> str |
                     flush=True,
                 )
             elif "back end" in line and backend is None:
-                backend = line.strip()
-                print(backend, flush=True)
+                print(line.strip(), flush=True)
+                backend = line.strip().removeprefix("megatron_mok: ")
     if process.wait():
         told = log_file.read_text().split("torch/distributed/elastic")[
             0
@@ -123,29 +122,38 @@ def plot(steps: list[dict], file: Path) -> None:
 
 
 def main() -> None:
-    RUN.mkdir(parents=True, exist_ok=True)
-    METRICS.unlink(missing_ok=True)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False
+    )
+    parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "train")
+    options, extra = parser.parse_known_args()
+    run = options.run_dir.resolve()
+    run.mkdir(parents=True, exist_ok=True)
+    metrics, figure, log = run / "metrics.jsonl", run / "loss.png", run / "log.txt"
+    metrics.unlink(missing_ok=True)
+
     data = ROOT / "runs" / "data" / "stdlib"
     text = prepare(data)
-    argv, environment = command(data, sys.argv[1:])
+    argv, environment = command(data, metrics, extra)
     print(f"text: {text['origin']}, {text['files']} files, {text['bytes']} bytes", flush=True)
-    backend = train(argv, environment, RUN / "log.txt")
+    backend = train(argv, environment, metrics, log)
 
-    steps = metrics()
+    steps = read(metrics)
     if not steps:
-        raise SystemExit(f"training ended without a step; all of its output: {RUN / 'log.txt'}")
-    plot(steps, RUN / "loss.png")
+        raise SystemExit(f"training ended without a step; all of its output: {log}")
+    plot(steps, figure)
     settled = steps[len(steps) // 5 :]
     used = re.findall(r"--moe-token-dispatcher-type[= ](\S+)", " ".join(argv))[-1]
+    first, last = steps[0], steps[-1]
     print(
         f"\ndispatcher   {used}"
         f"\nback end     {backend or 'Megatron-Core'}"
-        f"\nloss         {steps[0]['loss']:.4f} at step {steps[0]['step']}, {steps[-1]['loss']:.4f} at step "
-        f"{steps[-1]['step']}"
+        f"\nloss         {first['loss']:.4f} at step {first['step']}"
+        f"\n             {last['loss']:.4f} at step {last['step']}"
         f"\ntokens/s     {statistics.median(s['tokens_per_s'] for s in settled):.0f} (median)"
         f"\nstep         {statistics.median(s['step_ms'] for s in settled):.0f} ms (median)"
         f"\ntext sha256  {text['sha256']}"
-        f"\nleft         {METRICS.relative_to(ROOT)}, {(RUN / 'loss.png').relative_to(ROOT)}"
+        f"\nleft         {metrics}, {figure.name}, {log.name}"
     )
 
 
