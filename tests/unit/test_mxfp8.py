@@ -12,15 +12,9 @@ from tests.oracle import assert_equal_bits, expert_loop, problem, relative_error
 
 def e4m3_values():
     """All finite values from the bits: 4 exponent bits with bias 7, 3 mantissa bits, S.1111.111 is NaN."""
-    values = {0.0}
-    for exponent in range(16):
-        for mantissa in range(8):
-            if (exponent, mantissa) != (15, 7):
-                magnitude = (
-                    mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-                )
-                values |= {magnitude, -magnitude}
-    return sorted(values)
+    values = {0.0} | {m / 8 * 2**-6 for m in range(1, 8)}
+    values |= {(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)}
+    return sorted(values | {-v for v in values})
 
 
 def nearest_even(v, values):
@@ -186,8 +180,8 @@ def test_bits_do_not_depend_on_how_many_rows_were_saved(comm):
         assert_equal_bits(run(comm, q, save_rows), want)
 
 
-def test_weights_are_read_anew_in_every_call(comm):
-    """B32: nothing quantised is kept between calls."""
+def test_B32_weights_are_read_anew_in_every_call(comm):
+    """Nothing quantised is kept between calls."""
     q = problem(20, 64, 32, 2, 1, torch.bfloat16)
     before = run(comm, q)["out"]
     q.w2.mul_(2)
