@@ -19,7 +19,8 @@ from typing import Any
 
 from megatron_mok.bench.telemetry import Telemetry, open_nvml
 
-LAUNCHER = ("-m", "megatron_mok.launch")
+LAUNCH = ("-m", "megatron_mok.launch")
+OBSERVE = ("-m", "megatron_mok.bench.observe")  # as LAUNCH, and writes what MoE layers take
 LAST_LINES = 30
 POLL_S = 0.2
 STOP_GRACE_S = 45.0  # torchrun itself gives its workers 30 s
@@ -31,12 +32,13 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Training:
-    """A training command without its dispatcher: `head` ends with the script, `args` are the script's.
+    """A training command without its dispatcher: `launcher` is torchrun with its options.
 
     ranks: processes in all; here: processes on this host; gpus: GPUs they use on this host (0 on a CPU).
     """
 
-    head: tuple[str, ...]
+    launcher: tuple[str, ...]
+    script: str
     args: tuple[str, ...]
     ranks: int
     here: int
@@ -44,7 +46,7 @@ class Training:
 
     @classmethod
     def parse(cls, command: list[str], gpus: int) -> Training:
-        """From `torchrun OPTIONS SCRIPT ARGS`; `-m megatron_mok.launch` is added before the script.
+        """From `torchrun OPTIONS [-m megatron_mok.launch] SCRIPT ARGS`.
 
         gpus: GPUs on this host. ValueError where the command names no script or fixes what ab decides.
         """
@@ -62,21 +64,21 @@ class Training:
                     "the first; remedy: leave it out"
                 )
         here = int(option(options, "nproc-per-node") or 1)
-        if list(LAUNCHER) != options[-2:]:
-            options = [*options, *LAUNCHER]
-        return cls((*options, command[at]), args, total_ranks(options), here, min(here, gpus))
+        if list(LAUNCH) == options[-2:]:
+            options = options[:-2]
+        return cls(tuple(options), command[at], args, total_ranks(options), here, min(here, gpus))
 
-    def command(self, flags: tuple[str, ...], steps: int, metrics: Path) -> list[str]:
-        """The whole command for one side; metrics: where a script that knows --metrics-file writes."""
+    def command(self, flags: tuple[str, ...], steps: int, metrics: Path, observed: Path) -> list[str]:
+        """The whole command for one side, and the files that it is to write."""
         extra = ["--train-iters", str(steps), "--log-interval", "1", *flags]
         if self.writes_metrics():
             extra += ["--metrics-file", str(metrics)]
-        return [*self.head, *self.args, *extra]
+        return [*self.launcher, *OBSERVE, str(observed), self.script, *self.args, *extra]
 
     def writes_metrics(self) -> bool:
         """Whether the script itself writes a line of JSON a step; otherwise Megatron's log is read."""
         try:
-            return "--metrics-file" in Path(self.head[-1]).read_text()
+            return "--metrics-file" in Path(self.script).read_text()
         except OSError:
             return False
 
@@ -146,8 +148,14 @@ def read_metrics(path: Path) -> list[dict]:
     return rows
 
 
+_TORCHRUN = re.compile(r"[WE]\d{4} .*torch/distributed/elastic/")
+
+
 def last_lines(path: Path) -> str:
+    """The last lines of the script itself; what torchrun adds about its workers' ends says no more."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    end = next((i for i, line in enumerate(lines) if i and _TORCHRUN.match(line)), len(lines))
+    lines = lines[:end]
     return "\n".join(f"  | {line}" for line in lines[-LAST_LINES:])
 
 
@@ -172,11 +180,15 @@ def run_training(
     warmup: int = 1,
     say: Callable[[str], None] = print,
 ) -> Run:
-    """Run one side; writes STEM.log and STEM.jsonl. RunFailed on a bad end, a time-out, too few steps."""
-    log, metrics = stem.with_suffix(".log"), stem.with_suffix(".jsonl")
+    """Run one side; writes STEM.log, STEM.jsonl (metrics) and STEM.moe.jsonl (what the MoE layers took).
+
+    RunFailed on a bad end, a time-out or too few steps.
+    """
+    log, metrics, observed = (stem.with_suffix(end) for end in (".log", ".jsonl", ".moe.jsonl"))
     stem.parent.mkdir(parents=True, exist_ok=True)
     metrics.unlink(missing_ok=True)
-    command = training.command(flags, steps, metrics)
+    observed.unlink(missing_ok=True)
+    command = training.command(flags, steps, metrics, observed)
     telemetry = Telemetry(open_nvml(training.gpus), warmup)
 
     def rows() -> list[dict]:
@@ -204,9 +216,14 @@ def run_training(
     seen = rows()
     if len(seen) < steps or any(row.get("loss") is None for row in seen):
         raise RunFailed(f"{' '.join(flags)}: {len(seen)} steps with a loss, need {steps}\n{last_lines(log)}")
+    inside = {row["step"]: row for row in read_metrics(observed)}
+    seen = [{**inside.get(row["step"] - seen[0]["step"] + 1, {}), **row} for row in seen]
+    gpu = telemetry.figures()
+    allocated = [row["peak_memory_bytes"] for row in seen if row.get("peak_memory_bytes") is not None]
+    gpu["peak_memory_bytes"] = max(allocated, default=gpu["peak_memory_bytes"])
     seconds = time.monotonic() - began
     say(f"{stem.name}: {steps} steps, loss {seen[0]['loss']:.6f} -> {seen[-1]['loss']:.6f}, {seconds:.0f} s")
-    return Run(seen, telemetry.figures(), seconds)
+    return Run(seen, gpu, seconds)
 
 
 # ---------------------------------------------------------------- comparison
@@ -308,7 +325,7 @@ def measure(
 
 _ROWS: tuple[tuple[str, str, float, str], ...] = (
     ("step time, median", "step_ms_median", 1, "ms"),
-    ("MoE layers, median", "moe_ms_median", 1, "ms"),
+    ("of that MoE layers", "moe_ms_median", 1, "ms"),
     ("tokens/s/GPU", "tokens_per_s_per_gpu", 1, ""),
     ("peak memory", "peak_memory_bytes", 2**30, "GiB"),
     ("NVLink per step", "nvlink_bytes_per_step", 1e9, "GB"),
@@ -328,7 +345,8 @@ def table(result: dict[str, Any]) -> str:
         return {None: "not tried", True: "yes", False: "no"}[value]
 
     rows: list[tuple[str, ...]] = [("", "a: " + a["dispatcher"], "b: " + b["dispatcher"])]
-    rows += [(label, *(number(s[key], scale, unit) for s in (a, b))) for label, key, scale, unit in _ROWS]
+    known = [row for row in _ROWS if a[row[1]] is not None or b[row[1]] is not None]
+    rows += [(label, *(number(s[key], scale, unit) for s in (a, b))) for label, key, scale, unit in known]
     rows += [("loss, first", *(_digits(s["losses"][0]) for s in (a, b)))]
     rows += [("loss, last", *(_digits(s["losses"][-1]) for s in (a, b)))]
     rows += [("bitwise repeatable", yes(a["bitwise_repeatable"]), yes(b["bitwise_repeatable"]))]
@@ -338,6 +356,8 @@ def table(result: dict[str, Any]) -> str:
     lines += ["", f"steps {len(a['losses'])}, max |loss difference| {_digits(result['max_abs_loss_diff'])}"]
     lines[-1] += f", max relative gradient norm difference {_digits(max(norms, default=None))}"
     lines += [f"speedup (a / b step time) {number(result['speedup'])}"]
+    if unknown := [row[0] for row in _ROWS if row not in known]:
+        lines += [f"this machine cannot tell: {', '.join(unknown)}"]
     return "\n".join(lines)
 
 
@@ -379,6 +399,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     bars = times.bar(names, [which["step_ms_median"] or 0 for which in (a, b)])
     times.bar_label(bars, fmt="%.1f")
     speedup = "" if result["speedup"] is None else f", a/b {result['speedup']:.2f}"
+    times.margins(y=0.15)
     times.set(ylabel="ms", title=f"step, median{speedup}")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

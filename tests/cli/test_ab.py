@@ -5,10 +5,13 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
+import torch.utils.checkpoint
 
-from megatron_mok.bench import ab, baselines, telemetry
+from megatron_mok.bench import ab, baselines, observe, telemetry
 
 # Knows the flags that the harness adds, counts its runs, and has a loss that depends on the dispatcher.
 SCRIPT = """
@@ -51,14 +54,22 @@ BASELINE = ("alltoall", ("--moe-token-dispatcher-type", "alltoall"))
 MOK = ("mok", ("--moe-token-dispatcher-type", "mok"))
 
 
+class Direct(ab.Training):
+    """`python script.py` instead of torchrun and Megatron."""
+
+    def command(self, flags, steps, metrics, observed):
+        torchrun, rest = super().command(flags, steps, metrics, observed), len(ab.OBSERVE) + 2
+        return [*self.launcher, *torchrun[rest:]]
+
+
 @pytest.fixture
 def measure(tmp_path):
-    """measure(source, *script args, **options) -> result; `python script.py` stands for torchrun."""
+    """measure(source, *script args, **options) -> result."""
 
     def run(source, *args, steps=5, repeat=False, timeout_s=60, **options):
         script = tmp_path / "train.py"
         script.write_text(source)
-        training = ab.Training((sys.executable, str(script)), args, ranks=2, here=2, gpus=0)
+        training = Direct((sys.executable,), str(script), args, ranks=2, here=2, gpus=0)
         return ab.measure(
             training,
             BASELINE,
@@ -133,6 +144,15 @@ def test_failing_child_shows_its_last_lines(measure):
         measure(JSONL, "--trouble", "crash")
 
 
+def test_torchruns_own_report_does_not_hide_the_reason(tmp_path):
+    log = tmp_path / "x.log"
+    boilerplate = "W1201 04:52:33.1 7 .venv/torch/distributed/elastic/api.py:1] Sending SIGTERM\n"
+    log.write_text("first\n[rank0]: AssertionError: why\n" + boilerplate + "Traceback\n" * 50)
+    assert ab.last_lines(log).splitlines() == ["  | first", "  | [rank0]: AssertionError: why"]
+    log.write_text(boilerplate)  # nothing else: better than nothing
+    assert "SIGTERM" in ab.last_lines(log)
+
+
 def test_hanging_child_is_ended(measure):
     began = time.monotonic()
     with pytest.raises(ab.RunFailed, match=r"(?s)mok: not done in 1 s.*hello from mok"):
@@ -167,36 +187,32 @@ def test_plot_without_matplotlib(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command, head, ranks, here, gpus",
+    "command, gpus, launcher, counts",
     [
+        ("torchrun --nproc-per-node 8 a/b.py --lr 1", 8, "torchrun --nproc-per-node 8", (8, 8, 8)),
         (
-            "torchrun --nproc-per-node 8 pretrain_gpt.py --seq-length 8",
-            "torchrun --nproc-per-node 8 -m megatron_mok.launch pretrain_gpt.py",
-            (8, 8, 8),
+            "torchrun --nproc_per_node=4 --nnodes=2 -m megatron_mok.launch a/b.py --lr 1",
             8,
-            8,
-        ),
-        (
-            "torchrun --nproc_per_node=4 --nnodes=2 -m megatron_mok.launch a/b.py",
-            "torchrun --nproc_per_node=4 --nnodes=2 -m megatron_mok.launch a/b.py",
+            "torchrun --nproc_per_node=4 --nnodes=2",
             (8, 4, 4),
-            4,
-            8,
         ),
-        (
-            "torchrun --nproc-per-node 2 x.py",
-            "torchrun --nproc-per-node 2 -m megatron_mok.launch x.py",
-            (2, 2, 0),
-            2,
-            0,
-        ),
+        ("torchrun --nproc-per-node 2 a/b.py --lr 1", 0, "torchrun --nproc-per-node 2", (2, 2, 0)),
     ],
-    ids=["launcher-added", "launcher-kept", "cpu"],
+    ids=["stock", "with-launcher", "cpu"],
 )
-def test_training_command(command, head, ranks, here, gpus):
+def test_training_command(command, gpus, launcher, counts):
     training = ab.Training.parse(command.split(), gpus)
-    assert " ".join(training.head) == head
-    assert (training.ranks, training.here, training.gpus) == ranks
+    assert (" ".join(training.launcher), training.script, training.args) == (
+        launcher,
+        "a/b.py",
+        ("--lr", "1"),
+    )
+    assert (training.ranks, training.here, training.gpus) == counts
+    words = training.command(MOK[1], 7, Path("m"), Path("o"))
+    assert " ".join(words) == (
+        f"{launcher} -m megatron_mok.bench.observe o a/b.py --lr 1 "
+        "--train-iters 7 --log-interval 1 --moe-token-dispatcher-type mok"
+    )
 
 
 def test_training_command_that_cannot_be_compared():
@@ -206,13 +222,43 @@ def test_training_command_that_cannot_be_compared():
         ab.Training.parse(["torchrun", "x.py", "--save", "here"], 0)
 
 
-def test_dispatcher_flags_come_last():
-    training = ab.Training.parse(["torchrun", "x.py", "--moe-token-dispatcher-type", "flex"], 0)
-    words = training.command(MOK[1], 7, None)
-    assert (
-        words[-2:] == ["--moe-token-dispatcher-type", "mok"]
-        and words[words.index("--train-iters") + 1] == "7"
-    )
+class Layer(torch.nn.Module):
+    """Takes 10 ms forward and 20 ms backward."""
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            time.sleep(0.01)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            time.sleep(0.02)
+            return grad * 2
+
+    def forward(self, hidden_states, factor=1):
+        return self.Slow.apply(hidden_states) * factor, None
+
+
+def test_observed_time_of_moe_layers(monkeypatch):
+    """Forward and backward of every call, recomputed ones too, and nothing of what lies between."""
+    clock = observe.MoeClock()
+    monkeypatch.setattr(Layer, "forward", clock.around(Layer.forward))
+    layer, x = Layer(), torch.ones(4, requires_grad=True)
+    began = time.perf_counter()
+    hidden = x * 1
+    out = layer(layer(hidden)[0], factor=3)[0]
+    time.sleep(0.05)
+    out.sum().backward()
+    assert x.grad.tolist() == [12.0] * 4
+    assert 60 <= clock.take() <= (time.perf_counter() - began) * 1e3 - 50
+    with torch.no_grad():
+        layer(hidden)
+    assert 10 <= clock.take()
+    again = torch.utils.checkpoint.checkpoint(lambda h: layer(h)[0], x * 1, use_reentrant=True)
+    again.sum().backward()
+    assert 40 <= clock.take()
+    assert clock.take() == 0
 
 
 @pytest.mark.parametrize("steps, left_out", [(2, 1), (5, 1), (10, 2), (100, 5)])
