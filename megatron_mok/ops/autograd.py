@@ -95,7 +95,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple:
         raise RuntimeError("moe_forward ran with save_rows = -1 (no gradient wanted): there is none to give")
     if dy is None:
         dy = torch.zeros_like(x)
-    elif dy.requires_grad:
+    elif dy.requires_grad and torch.is_grad_enabled():  # pipelines hand over leaves that require grad
         raise NotImplementedError(
             "moe_backward has no gradient of its own: create_graph=True is not supported"
         )
