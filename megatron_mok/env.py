@@ -1,4 +1,4 @@
-"""The only place that reads environment variables. `KNOWN` lists every variable that the package looks at."""
+"""The only place that reads or sets environment variables. `KNOWN` lists all that the package looks at."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ def flag(name: str) -> bool:
     """True where `name` is set to anything but 0, false, no or off."""
     value = text(name)
     return value is not None and value.strip().lower() not in ("0", "false", "no", "off")
+
+
+def put(name: str, value: str) -> None:
+    """Set a variable for libraries that this process loads or calls later. KeyError if not in `KNOWN`."""
+    if name not in KNOWN:
+        raise KeyError(f"{name} is not listed in megatron_mok.env.KNOWN")
+    os.environ[name] = value
 
 
 def child(**defaults: str) -> dict[str, str]:

@@ -82,8 +82,14 @@ bool compiled_for(int arch) {
 
 int check_arch(const Device& device) {
   if (compiled_for(device.arch)) return MOK_OK;
-  return fail(MOK_ERR_DEVICE, "device %d has compute capability %d.%d, this library has code for %s; build it with MOK_ARCHS=%da",
+  return fail(MOK_ERR_DEVICE,
+              "device %d has compute capability %d.%d, this library has code for %s; build it with MOK_ARCHS=%da",
               device.id, device.arch / 10, device.arch % 10, MOK_ARCHS, device.arch);
+}
+
+int unsupported_forward(int status, const Device& device) {
+  return fail(status, "the forward kernel does not support compute capability %d.%d yet, need 9.0",
+              device.arch / 10, device.arch % 10);
 }
 
 // Fills in the number of SMs and holds it against the device's.
@@ -102,11 +108,11 @@ int check_pointer(const char* field, uint64_t pointer, int alignment, bool neede
   return MOK_OK;
 }
 
-int check_workspace(const MokWorkspace& w) {
+int check_workspace(const MokWorkspace& w, bool with_local) {
   MOK_TRY(check_abi(&w, "MokWorkspace"));
   MOK_TRY(check_abi(&w.problem, "MokWorkspace.problem"));
   MOK_TRY(check_problem(w.problem));
-  MOK_TRY(check_pointer("local", w.local, kRegionAlign));
+  MOK_TRY(check_pointer("local", w.local, kRegionAlign, with_local));
   MOK_TRY(check_pointer("error_record", w.error_record, alignof(MokErrorRecord)));
   for (int r = 0; r < w.problem.num_ranks; ++r)
     MOK_TRY(check_pointer(("peers[" + std::to_string(r) + "]").c_str(), w.peers[r], kRegionAlign));
@@ -116,7 +122,7 @@ int check_workspace(const MokWorkspace& w) {
 
 // What schedule and forward share. `args` gets the knobs filled in.
 int check_call(MokForwardArgs* args, Device* device) {
-  MOK_TRY(check_workspace(args->workspace));
+  MOK_TRY(check_workspace(args->workspace, true));
   MokProblem& p = args->workspace.problem;
   MOK_TRY(present_device(device));
   MOK_TRY(check_arch(*device));
@@ -229,13 +235,14 @@ extern "C" int mok_load_kernels(int32_t id) {
 #if MOK_HAVE_SM90
   if (status == MOK_OK && device.arch == 90) status = sm90::load_forward();
 #endif
+  if (status == MOK_OK && device.arch != 90) status = unsupported_forward(MOK_ERR_DEVICE, device);
   cudaSetDevice(before);
   return status;
 }
 
 extern "C" int mok_workspace_init(const MokWorkspace* workspace, uint64_t stream) {
   MOK_TRY(check_abi(workspace, "MokWorkspace"));
-  MOK_TRY(check_workspace(*workspace));
+  MOK_TRY(check_workspace(*workspace, false));
   const MokProblem& p = workspace->problem;
   const int64_t words = SymmetricLayout::make(p.num_ranks, p.max_tokens, p.top_k, p.hidden).control + sizeof(Control);
   void* region = reinterpret_cast<void*>(workspace->peers[p.rank]);
@@ -260,7 +267,7 @@ extern "C" int mok_record_free(MokErrorRecord* record) { return cuda_status(cuda
 
 extern "C" int mok_abort(const MokWorkspace* workspace, const MokErrorRecord* why, uint64_t stream) {
   MOK_TRY(check_abi(workspace, "MokWorkspace"));
-  MOK_TRY(check_workspace(*workspace));
+  MOK_TRY(check_workspace(*workspace, false));
   if (!why || why->code == 0) return fail(MOK_ERR_ARGUMENT, "mok_abort: got no reason, need a record with a code");
   return launch_abort(*workspace, *why, as_stream(stream));
 }
@@ -282,6 +289,5 @@ extern "C" int mok_forward(const MokForwardArgs* args) {
 #if MOK_HAVE_SM90
   if (device.arch == 90) return sm90::launch_forward(call, as_stream(call.stream));
 #endif
-  return fail(MOK_ERR_NOT_COMPILED, "the forward kernel does not support compute capability %d.%d yet, need 9.0",
-              device.arch / 10, device.arch % 10);
+  return unsupported_forward(MOK_ERR_NOT_COMPILED, device);
 }

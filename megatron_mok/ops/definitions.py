@@ -137,8 +137,12 @@ def _native(name: str):
 
 
 def _cuda_forward(x, ids, probs, w1, w2, comm, *rest):
-    here = exchange.registered(comm)
-    return (_reference_forward if here else _native("moe_forward"))(x, ids, probs, w1, w2, comm, *rest)
+    if exchange.registered(comm):
+        return _reference_forward(x, ids, probs, w1, w2, comm, *rest)
+    with _native("lookup")(comm).aborting():
+        num_experts, _, num_ranks, _, activation, _ = rest
+        check(x, ids, probs, w1, w2, num_experts, num_ranks, activation)
+    return _native("moe_forward")(x, ids, probs, w1, w2, comm, *rest)
 
 
 def _cuda_backward(dy, x, w1, w2, h, schedule, dw1, dw2, comm, *rest):

@@ -1,0 +1,36 @@
+"""The library with the kernels: loading it, its structs, and the forward call."""
+
+from .communicator import (
+    UNIT_ROWS,
+    Call,
+    Communicator,
+    Settings,
+    aligned_empty,
+    close,
+    load_kernels,
+    lookup,
+    moe_forward,
+    register,
+    symmetric_bytes,
+    workspace_layout,
+)
+from .library import build_info, load
+from .saved import unpack_h
+
+__all__ = [
+    "UNIT_ROWS",
+    "Call",
+    "Communicator",
+    "Settings",
+    "aligned_empty",
+    "build_info",
+    "close",
+    "load",
+    "load_kernels",
+    "lookup",
+    "moe_forward",
+    "register",
+    "symmetric_bytes",
+    "unpack_h",
+    "workspace_layout",
+]

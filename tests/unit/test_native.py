@@ -1,0 +1,171 @@
+"""The ctypes mirror against the C header, the loader's errors, and the saved order of h. No GPU, no kernels."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_mok import errors, native
+from megatron_mok.native import communicator, failure, library, structs
+
+ROOT = Path(__file__).resolve().parents[2]
+CC = shutil.which("cc") or shutil.which("gcc")
+
+
+@pytest.mark.skipif(CC is None, reason="no C compiler")
+def test_structs_have_the_offsets_of_the_header(tmp_path):
+    lines = ["#include <stddef.h>", "#include <stdio.h>", '#include "megatron_mok/api.h"', "int main(void) {"]
+    want = []
+    for name, struct in structs.STRUCTS.items():
+        lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
+        want.append(f"{name} {ctypes.sizeof(struct)}")
+        for field, *_ in struct._fields_:
+            lines.append(
+                f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), sizeof((({name}*)0)->{field}));'
+            )
+            member = getattr(struct, field)
+            want.append(f"{name}.{field} {member.offset} {member.size}")
+    constants = {"MOK_ABI_VERSION": structs.ABI_VERSION, "MOK_MAX_RANKS": structs.MAX_RANKS}
+    for prefix, enum in (("MOK_ERR_", structs.Status), ("MOK_PHASE_", structs.Phase)):
+        constants |= {("MOK_OK" if m.name == "OK" else prefix + m.name): m.value for m in enum}
+    for name, value in constants.items():
+        lines.append(f'printf("{name} %d\\n", (int){name});')
+        want.append(f"{name} {value}")
+    source = tmp_path / "offsets.c"
+    source.write_text("\n".join([*lines, "return 0; }"]))
+    program = tmp_path / "offsets"
+    subprocess.run([CC, "-std=c11", "-I", ROOT / "csrc/include", source, "-o", program], check=True)
+    assert subprocess.check_output([program], text=True).splitlines() == want
+
+
+def test_header_declares_what_is_called():
+    header = (ROOT / "csrc/include/megatron_mok/api.h").read_text()
+    declared = {
+        line.split("(")[0].split()[-1].lstrip("*") for line in header.splitlines() if "MOK_API" in line
+    }
+    assert set(structs.FUNCTIONS) == {name for name in declared if name.startswith("mok_")}
+
+
+@pytest.fixture
+def fresh_loader(monkeypatch):
+    library.load.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    library.load.cache_clear()
+
+
+def test_missing_library_says_what_to_do(fresh_loader, tmp_path):
+    fresh_loader.setenv("MOK_LIBRARY", str(tmp_path / "absent.so"))
+    with pytest.raises(errors.LibraryMissing, match=r"absent\.so: not there; run `make build`"):
+        native.build_info()
+
+
+@pytest.mark.skipif(CC is None, reason="no C compiler")
+@pytest.mark.parametrize("case", ["B89-text", "B89-symbols", "abi"])
+def test_unusable_library_is_an_error_that_names_it(fresh_loader, tmp_path, case):
+    path = tmp_path / "libother.so"
+    if case == "B89-text":
+        path.write_text("not a library")
+    else:
+        names = [n for n in structs.FUNCTIONS if n != "mok_build_info"] if case == "abi" else []
+        code = "".join(f"int {n}(void) {{ return 0; }}\n" for n in names)
+        code += 'const char* mok_build_info(void) { return "{\\"abi\\": 999}"; }\n'
+        (tmp_path / "other.c").write_text(code)
+        subprocess.run([CC, "-shared", "-fPIC", tmp_path / "other.c", "-o", path], check=True)
+    fresh_loader.setenv("MOK_LIBRARY", str(path))
+    match = "got ABI version 999, need 1" if case == "abi" else "cannot be loaded"
+    with pytest.raises(errors.LibraryMissing, match=match):
+        native.load()
+
+
+def fragments(h):
+    """h [S, 2I] in the order that the header of unpack_h describes, written as a plain loop."""
+    rows, columns = h.shape
+    half = columns // 2
+    out = []
+    for group in range(rows // 8):
+        for tile in range(half // 128):
+            for vector in range(8):
+                for lane in range(32):
+                    for j in range(4 * vector, 4 * vector + 4):
+                        column = tile * 128 + 8 * (j % 16) + 2 * (lane % 4) + (half if j >= 16 else 0)
+                        row = group * 8 + lane // 4
+                        out += [h[row, column], h[row, column + 1]]
+    return torch.stack(out).view(rows, columns)
+
+
+@pytest.mark.parametrize(("rows", "intermediate"), [(8, 128), (24, 256)])
+def test_unpack_h_undoes_the_fragment_order(rows, intermediate):
+    h = torch.arange(rows * 2 * intermediate, dtype=torch.float32).view(rows, 2 * intermediate)
+    assert torch.equal(native.unpack_h(fragments(h)), h)
+
+
+STAMP = 5 << 24 | 1 << 20 | 3
+LATER = 6 << 24 | 2 << 20 | 4
+
+
+def record(**values):
+    return structs.ErrorRecord(rank=1, peer=2, call=4, layer=3, kind=1, **values)
+
+
+def test_time_out_names_everything():
+    error = failure.from_record(
+        record(code=1, phase=structs.Phase.PUBLISH, expected=STAMP, seen=0, waited_ns=2_500_000_000)
+    )
+    assert isinstance(error, errors.PeerTimeout)
+    assert (error.rank, error.peer, error.call, error.layer) == (1, 2, 5, 3)
+    assert (error.phase, error.seconds, error.seen) == ("publish", 2.5, "no call yet")
+    assert error.expected == "call 5 (forward, layer 3)"
+
+
+def test_time_out_of_a_counter_shows_the_counts():
+    error = failure.from_record(record(code=1, phase=structs.Phase.GEMM2, expected=64, seen=60))
+    assert isinstance(error, errors.PeerTimeout)
+    assert (error.call, error.expected, error.seen) == (4, 64, 60)
+
+
+def test_mismatch_prints_both_calls():
+    error = failure.from_record(record(code=2, phase=structs.Phase.PUBLISH, expected=STAMP, seen=LATER))
+    assert isinstance(error, errors.ProtocolMismatch)
+    assert "call 5 (forward, layer 3)" in str(error) and "call 6 (backward, layer 4)" in str(error)
+
+
+def test_abort_of_a_peer_names_it():
+    error = failure.from_record(record(code=3, phase=structs.Phase.COMBINE, expected=STAMP))
+    assert isinstance(error, errors.PeerAbort) and error.peer == 2
+    error = failure.from_record(record(code=4, phase=structs.Phase.PUBLISH, expected=512, seen=600))
+    assert isinstance(error, errors.PeerAbort) and "announced 600 tokens" in str(error)
+
+
+def test_too_many_tokens_here():
+    mine = structs.ErrorRecord(code=4, rank=1, peer=1, expected=512, seen=600)
+    error = failure.from_record(mine)
+    assert isinstance(error, errors.WorkspaceTooSmall) and (error.got, error.max_tokens) == (600, 512)
+
+
+def test_no_record_is_no_error():
+    assert failure.from_record(record(code=0)) is None
+
+
+def test_activations_are_numbered_as_in_the_header():
+    header = (ROOT / "csrc/include/megatron_mok/api.h").read_text()
+    for text in (
+        "MOK_ACT_SWIGLU = 0",
+        "MOK_ACT_SWIGLU_CLAMPED = 1",
+        "MOK_ACT_GEGLU = 2",
+        "MOK_ACT_SQUARED_RELU = 3",
+    ):
+        assert text in header
+    number = communicator._activation
+    assert [number(0, 0.0), number(0, 7.0), number(1, 0.0), number(3, 0.0)] == [0, 1, 2, 3]
+    for kind, limit in ((1, 7.0), (2, 0.0), (3, 7.0)):
+        with pytest.raises(errors.ConfigError, match="activation"):
+            number(kind, limit)
+
+
+def test_released_handle_is_an_error():
+    with pytest.raises(ValueError, match="released"):
+        native.lookup(10**6)
