@@ -17,9 +17,8 @@ venv: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt
 	@test -x $(BIN)/python || { python=$$(tools/find-python) && echo "venv: $$python" && "$$python" -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --editable '.[test,plots]'
-	@test -e megatron_mok/native/libmegatron_mok.so || \
-	  echo "megatron-mok: no nvcc, installed without the CUDA library (CPU back end; with a GPU: get nvcc, then make build)"
+	$(BIN)/python -m pip install --quiet --editable '.[test,plots]' --config-settings wheel.cmake=false
+	$(BIN)/python tools/build.py --dirty --optional
 	@touch $@
 
 lint: venv
