@@ -1,0 +1,84 @@
+"""`make train`, cut to a few steps: data, launcher, Megatron's loop, metrics, plot and summary."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import prepare_data  # noqa: E402
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, str]:
+    """The run's folder and what the command printed."""
+    folder = tmp_path_factory.mktemp("run")
+    command = [sys.executable, str(ROOT / "tools" / "train.py"), "--run-dir", str(folder)]
+    command += ["--train-iters", str(STEPS), "--log-interval", "1", "--lr-warmup-iters", "1"]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done.stdout
+
+
+def test_metrics_have_a_line_for_each_step(run):
+    folder, _ = run
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    for step in steps:
+        assert {"step", "loss", "grad_norm", "tokens_per_s", "step_ms"} <= set(step)
+        assert step["tokens_per_s"] == pytest.approx(8 * 256 / step["step_ms"] * 1e3)
+    assert steps[0]["loss"] == pytest.approx(math.log(257), abs=0.2), "an untrained model guesses evenly"
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+def test_progress_and_summary(run):
+    folder, printed = run
+    lines = printed.splitlines()
+    assert sum(line.startswith("step ") and "loss" in line for line in lines) == STEPS
+    summary = {line.split()[0]: line for line in lines[lines.index("") :] if line}
+    assert "mok" in summary["dispatcher"] and "reference" in summary["back"]
+    assert "tokens/s" in summary and "sha256" in printed
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_failing_run_shows_why(tmp_path):
+    command = [sys.executable, str(ROOT / "tools" / "train.py"), "--run-dir", str(tmp_path), "--no-such-flag"]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=280)
+    assert done.returncode != 0
+    assert "--no-such-flag" in done.stdout and "log.txt" in done.stderr
+
+
+def test_data_set_is_the_text_byte_by_byte(tmp_path):
+    sources = tmp_path / "lib"
+    for name, text in {
+        "b.py": b"x = 1\n",
+        "a.py": "ä = 2\n".encode(),
+        "test/t.py": b"no",
+        "z/tests/t.py": b"no",
+    }.items():
+        (sources / name).parent.mkdir(parents=True, exist_ok=True)
+        (sources / name).write_bytes(text)
+    (sources / "empty.py").touch()
+    summary = prepare_data.prepare(tmp_path / "out" / "set", sources)
+    data = IndexedDataset(str(tmp_path / "out" / "set"))
+    assert [data[i].tolist() for i in range(len(data))] == [
+        [*"ä = 2\n".encode(), prepare_data.EOD],
+        [*b"x = 1\n", prepare_data.EOD],
+    ]
+    assert data[0].dtype == numpy.uint16 and len(data.document_indices) == 3
+    assert (summary["files"], summary["bytes"]) == (2, 13)
+    assert prepare_data.prepare(tmp_path / "out" / "set", sources) == summary
+
+
+def test_no_text_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="Python sources"):
+        prepare_data.prepare(tmp_path / "set", tmp_path)
