@@ -4,8 +4,8 @@
 
 Refuses a csrc or megatron_mok with changes that git has not recorded, since the library carries the git tree
 hash of csrc and the GPU test record names both; writes them to build/trees.json. Runs the host C++ tests and
-holds the kernels against csrc/budget.json. --dirty is for the edit-run loop: it builds what is there, records no
-hash, removes build/trees.json and checks nothing. --optional is for the install: without nvcc it says so, and
+holds the kernels against csrc/budget.json. --dirty is for the edit-run loop: it builds what is there, records
+no hash, removes build/trees.json and checks nothing. --optional is for the install: without nvcc it says so, and
 succeeds.
 """
 
@@ -74,9 +74,7 @@ def main() -> None:
         f"-DMOK_CSRC_TREE={trees.get('csrc', '')}", f"-DPython3_EXECUTABLE={sys.executable}",
     )  # fmt: skip
     if not compiler_found():
-        print(
-            "megatron-mok: no nvcc, so no CUDA library (CPU back end; with a GPU: get nvcc, then make build)"
-        )
+        print("megatron-mok: no nvcc, no CUDA library (CPU back end; with a GPU: get nvcc, then make build)")
         sys.exit(0 if options.optional else 1)
     run(tool("cmake"), "--build", str(BUILD))
     run(tool("cmake"), "--install", str(BUILD), "--prefix", str(ROOT))

@@ -29,6 +29,7 @@ def run(tmp_path_factory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
+@pytest.mark.short
 def test_metrics_have_a_line_for_each_step(run):
     folder, _ = run
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
