@@ -164,16 +164,12 @@ class Machine:
         return facts(self.run([sys.executable, "-c", _TORCH_FACTS], TORCH_TIMEOUT_S))
 
     def library_path(self) -> str | None:
-        """The kernel library to be loaded: MOK_LIBRARY, the installed one, or a build folder's."""
+        """The kernel library that megatron_mok.native loads: MOK_LIBRARY, or the one in the package."""
         named = self.env("MOK_LIBRARY")
         if named:
             return named
-        package = Path(__file__).resolve().parent.parent
-        for folder in (package / "native", package, package.parent / "build"):
-            for pattern in ("libmegatron_mok.so", "*/libmegatron_mok.so"):
-                for path in sorted(folder.glob(pattern)):
-                    return str(path)
-        return None
+        path = str(Path(__file__).resolve().parent.parent / "native" / "libmegatron_mok.so")
+        return path if self.is_file(path) else None
 
     def library(self) -> dict | None:
         """What the kernel library says of itself (`mok_build_info`: archs, cuda, ...).

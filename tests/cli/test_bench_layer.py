@@ -146,12 +146,12 @@ def test_relative_error_sees_what_is_wrong():
 
 
 class Wrong(TorchExplicit):
-    """One per cent too much in the output; gradients right."""
+    """Three per cent too much in the output; gradients right."""
 
     name = "wrong"
 
     def fwd(self):
-        return super().fwd() * 1.02
+        return super().fwd() * 1.03
 
 
 class Writes(TorchExplicit):
@@ -196,6 +196,15 @@ def test_wrong_implementations_are_not_timed():
     text = "\n".join(report.troubles)
     assert "wrong fwd: out: relative error" in text and "writes bwd_acc32: dw1" in text
     assert "no backward yet" in text and "absent: ImportError: not built" in text
+
+
+def test_a_wrong_yardstick_excuses_nobody():
+    report = measure([Wrong, Writes, TorchEager], passes=("fwd", "bwd_acc32"))
+    assert passes_of(report, "wrong") == ["bwd_acc32"] and passes_of(report, "writes") == ["fwd"]
+    assert passes_of(report, "torch-eager") == ["fwd", "bwd_acc32"]
+    far_off = type("FarOff", (Wrong,), {"name": "far-off", "fwd": lambda self: TorchExplicit.fwd(self) * 9})
+    report = measure([far_off, Wrong], passes=("fwd",))
+    assert passes_of(report, "far-off") == [] and passes_of(report, "wrong") == []
 
 
 def test_records_are_the_interface(tmp_path):

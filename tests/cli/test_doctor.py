@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -332,6 +333,25 @@ def test_never_raises(capsys):
     assert doctor.run(["--json"], Broken()) == 1
     made = json.loads(capsys.readouterr().out)["checks"]
     assert len(made) >= 15 and all(c["status"] == "warn" and "RuntimeError" in c["found"] for c in made)
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_what_a_library_says_of_itself(tmp_path, monkeypatch):
+    """A real shared library, loaded in a child process as the kernels' library is."""
+    source, library = tmp_path / "x.c", tmp_path / "libmegatron_mok.so"
+    monkeypatch.setenv("MOK_LIBRARY", str(library))
+    assert "no file" in Machine().library()["error"]
+    source.write_text(
+        r"""const char* mok_build_info(void) { return "{\"archs\": [\"90a\"], \"cuda\": \"13.0\"}"; }"""
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    assert Machine().library() == {"archs": ["90a"], "cuda": "13.0"}
+    assert look("kernel library", Machine()).found.endswith("libmegatron_mok.so for 90a")
+    source.write_text("int nothing;")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    assert Machine().library() == {}
+    library.write_text("no ELF file")
+    assert "does not load" in Machine().library()["error"]
 
 
 def test_a_hanging_tool_costs_its_time_limit_once(tmp_path):
