@@ -5,8 +5,7 @@
 Refuses a csrc or megatron_mok with changes that git has not recorded, since the library carries the git tree
 hash of csrc and the GPU test record names both; writes them to build/trees.json. Runs the host C++ tests and
 holds the kernels against csrc/budget.json. --dirty is for the edit-run loop: it builds what is there, records
-no hash, removes build/trees.json and checks nothing. --optional is for the install: without nvcc it says so, and
-succeeds.
+no hash, removes build/trees.json and checks nothing. --optional is for the install: it succeeds without nvcc.
 """
 
 from __future__ import annotations
