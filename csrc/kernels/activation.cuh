@@ -1,0 +1,36 @@
+// Activations of the experts on packed bf16 pairs, in fp32 with one rounding. Formulas as in docs/numerics.md.
+#ifndef MEGATRON_MOK_KERNELS_ACTIVATION_CUH_
+#define MEGATRON_MOK_KERNELS_ACTIVATION_CUH_
+
+#include <cuda_bf16.h>
+#include <stdint.h>
+
+#include "megatron_mok/api.h"
+
+namespace mok {
+
+__device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+  return reinterpret_cast<const uint32_t&>(v);
+}
+__device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
+  return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
+
+// `gate`, `up`: one value each of h, already rounded to bf16. Returns the activation before the probability.
+template <MokActivation kAct>
+__device__ __forceinline__ float activate(float gate, float up, float limit) {
+  if constexpr (kAct == MOK_ACT_SWIGLU) {
+    return gate * sigmoid(gate) * up;
+  } else {
+    static_assert(kAct == MOK_ACT_SWIGLU_CLAMPED);
+    gate = gate > limit ? limit : gate;  // a NaN stays
+    up = up > limit ? limit : (up < -limit ? -limit : up);
+    return gate * sigmoid(gate) * up;
+  }
+}
+
+}  // namespace mok
+#endif  // MEGATRON_MOK_KERNELS_ACTIVATION_CUH_

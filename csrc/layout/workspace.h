@@ -1,0 +1,122 @@
+// Offsets of everything in a workspace: the single truth for host and device.
+#ifndef MEGATRON_MOK_LAYOUT_WORKSPACE_H_
+#define MEGATRON_MOK_LAYOUT_WORKSPACE_H_
+
+#include "common/constants.h"
+#include "layout/schedule.h"
+#include "megatron_mok/api.h"
+
+namespace mok {
+
+constexpr int kScheduleChunk = 512;  // routes that one warp of the schedule kernel counts
+constexpr int kRegionAlign = 1024;
+
+// Words that cross ranks, at offset 0 of every symmetric region. A word is written by one peer only.
+struct Flags {
+  uint64_t published[MOK_MAX_RANKS];  // stamp: peer r's x (or dy), ids, probs and token count of that call are in place
+  uint64_t done[MOK_MAX_RANKS];       // stamp: peer r has pulled and pushed everything of that call
+  uint32_t abort;                     // 1 + rank of a peer that gave up; sticky, the workspace is dead
+};
+
+// Words of one rank that peers leave alone. They stand in the symmetric region because they belong to it: layers of different E
+// and I share a region, each with local buffers of its own. `call` and `aborted` live as long as the workspace; the launch that
+// publishes leaves the rest at zero.
+struct Control {
+  uint64_t call;         // number of the last published call
+  uint32_t aborted;      // a MokErrorRecord code; sticky
+  uint32_t reserved;
+  uint32_t arrived[6];   // grid barriers of the publishing launch, in turn
+  uint32_t ticket;
+  uint32_t finished;     // CTAs of the main kernel whose pushes are complete
+  uint32_t left;         // CTAs of the main kernel that have ended
+};
+
+// A stamp names call, kind and layer; it is compared exactly.
+enum CallKind : uint32_t { kCallForward = 1, kCallBackward = 2 };
+MOK_HD uint64_t stamp(uint64_t call, uint32_t kind, uint32_t layer) {
+  return call << 24 | uint64_t(kind & 0xf) << 20 | (layer & 0xfffff);
+}
+MOK_HD uint64_t stamp_call(uint64_t word) { return word >> 24; }
+
+struct SymmetricLayout {
+  int64_t control, tokens, ids, probs, x, dy, slots, dp_slots, bytes;
+
+  static MOK_HD SymmetricLayout make(int ranks, int64_t max_tokens, int top_k, int hidden) {
+    SymmetricLayout s;
+    int64_t at = round_up<int64_t>(sizeof(Flags), kRegionAlign);
+    auto take = [&](int64_t bytes) {
+      const int64_t here = at;
+      at = round_up<int64_t>(at + bytes, kRegionAlign);
+      return here;
+    };
+    s.control = take(sizeof(Control));
+    s.tokens = take(int64_t(ranks) * 4);
+    s.ids = take(int64_t(ranks) * max_tokens * top_k * 4);
+    s.probs = take(int64_t(ranks) * max_tokens * top_k * 4);
+    s.x = take(max_tokens * hidden * 2);
+    s.dy = take(max_tokens * hidden * 2);
+    s.slots = take(max_tokens * top_k * hidden * 2);
+    s.dp_slots = take(max_tokens * top_k * 4);
+    s.bytes = at;
+    return s;
+  }
+};
+
+struct LocalLayout {
+  int64_t max_blocks, chunks_per_rank;
+  int64_t chunk_counts, source_counts, x_ready, act_done, y_done, x_ring, act_ring, bytes;
+
+  static MOK_HD LocalLayout make(const MokProblem& p, int ring_blocks, int act_blocks) {
+    LocalLayout s;
+    const int local_experts = p.num_experts / p.num_ranks;
+    const ScheduleLayout schedule = ScheduleLayout::make(p.num_ranks, p.max_tokens, p.top_k, local_experts);
+    int64_t at = 0;
+    auto take = [&](int64_t bytes) {
+      const int64_t here = at;
+      at = round_up<int64_t>(at + bytes, kRegionAlign);
+      return here;
+    };
+    s.max_blocks = schedule.cap / kBlockRows;
+    s.chunks_per_rank = ceil_div<int64_t>(p.max_tokens * p.top_k, kScheduleChunk);
+    s.chunk_counts = take(p.num_ranks * s.chunks_per_rank * local_experts * 4);
+    s.source_counts = take(int64_t(p.num_ranks) * local_experts * 4);
+    // Per granule, two a block: rows that lie in the x ring; GEMM 1 tiles whose act is stored; GEMM 2 tiles that read it.
+    s.x_ready = take(s.max_blocks * 2 * 4);
+    s.act_done = take(s.max_blocks * 2 * 4);
+    s.y_done = take(s.max_blocks * 2 * 4);
+    s.x_ring = take(int64_t(ring_blocks) * kBlockRows * p.hidden * 2);
+    // Act is kept as the images that GEMM 2 loads: per block and 64 columns, 128 rows of 128 swizzled bytes.
+    s.act_ring = take(int64_t(act_blocks) * kBlockRows * p.intermediate * 2);
+    s.bytes = at;
+    return s;
+  }
+};
+
+// Knobs with their defaults filled in.
+struct Sizes {
+  int num_sms, minibatch_units, ring_blocks, act_blocks;
+
+  static MOK_HD Sizes make(const MokProblem& p) {
+    Sizes s;
+    s.num_sms = p.num_sms > 0 ? p.num_sms : 132;
+    const int clusters = s.num_sms / 2 > 0 ? s.num_sms / 2 : 1;
+    const int n1 = ceil_div<int>(p.intermediate, kTileI);
+    // Between the last GEMM 1 ticket of a minibatch and its first GEMM 2 ticket lie the tickets of a whole round; they must
+    // outnumber the clusters, or GEMM 2 waits for tiles in flight. Twice that many leaves room for uneven progress.
+    s.minibatch_units = p.minibatch_units > 0 ? p.minibatch_units : round_up(ceil_div(2 * clusters, n1), 4);
+    const int64_t cap_blocks =
+        ScheduleLayout::make(p.num_ranks, p.max_tokens, p.top_k, p.num_experts / p.num_ranks).cap / kBlockRows;
+    const int64_t wanted = p.ring_rows > 0 ? ceil_div<int64_t>(p.ring_rows, kBlockRows)
+                                           : int64_t(3) * min_ring_blocks(s.minibatch_units);
+    auto fit = [&](int64_t want, int64_t least) {  // no larger than the worst case, no smaller than correctness needs
+      const int64_t n = want > least ? want : least;
+      return int(n < cap_blocks ? n : (cap_blocks > 0 ? cap_blocks : 1));
+    };
+    s.ring_blocks = fit(wanted, min_ring_blocks(s.minibatch_units));
+    s.act_blocks = fit(min_act_blocks(s.minibatch_units), min_act_blocks(s.minibatch_units));
+    return s;
+  }
+};
+
+}  // namespace mok
+#endif  // MEGATRON_MOK_LAYOUT_WORKSPACE_H_
