@@ -346,7 +346,7 @@ def test_what_a_library_says_of_itself(tmp_path, monkeypatch):
     )
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
     assert Machine().library() == {"archs": ["90a"], "cuda": "13.0"}
-    assert look("kernel library", Machine()).found.endswith("libmegatron_mok.so for 90a")
+    assert look("kernel library", FakeMachine(library=Machine().library())).found.endswith(" for 90a")
     source.write_text("int nothing;")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
     assert Machine().library() == {}
