@@ -16,7 +16,8 @@ from torch import Tensor
 
 BLOCK_ROWS = 128  # an expert starts on a row block; the tile height of the GEMMs
 GROUP_ROWS = 8  # rows of h are saved, or recomputed, by groups
-_COUNTERS = 16  # words 0..15: M, row blocks, groups, then zeros
+UNIT_BLOCKS = 2  # a unit is up to two row blocks of one expert: what one cluster of the kernels computes
+_COUNTERS = 16  # words 0..15: M, row blocks, groups, units, then zeros
 _ALIGN_WORDS = 32  # the columns start on 128 bytes
 
 
@@ -36,7 +37,8 @@ def header_words(num_local: int) -> int:
 
 def table_words(num_ranks: int, max_tokens: int, top_k: int, num_local: int) -> int:
     """Length of the table in int32 words."""
-    return header_words(num_local) + 3 * capacity(num_ranks, max_tokens, top_k, num_local)
+    rows = capacity(num_ranks, max_tokens, top_k, num_local)
+    return header_words(num_local) + 3 * rows + 2 * (rows // BLOCK_ROWS)
 
 
 def saved_rows(save_capacity: float, tokens: int, top_k: int) -> int:
@@ -125,16 +127,28 @@ def build(
 
     size = capacity(num_ranks, max_tokens, top_k, num_local)
     header = header_words(num_local)
-    table = torch.zeros(header + 3 * size, dtype=torch.int32, device=ids.device)
-    counters = torch.stack([per_expert.sum(), block_start[-1], group_start[-1]])
-    table[:3] = counters.int()
+    blocks = block_start.diff()
+    unit_start = _starts(blocks, UNIT_BLOCKS)
+    table = torch.zeros(
+        table_words(num_ranks, max_tokens, top_k, num_local), dtype=torch.int32, device=ids.device
+    )
+    counters = torch.stack([per_expert.sum(), block_start[-1], group_start[-1], unit_start[-1]])
+    table[:4] = counters.int()
     lists = torch.cat([per_expert, block_start, group_start])
     table[_COUNTERS : _COUNTERS + lists.numel()] = lists.int()
-    columns = table[header:].view(3, size)
+    columns = table[header : header + 3 * size].view(3, size)
     columns[:2] = -1
     columns[0, row] = source.int()
     columns[1, row] = slot.int()
     columns[2, row] = probs.reshape(num_ranks, slots)[source, slot].float().view(torch.int32)
+    block_column, unit_column = table[header + 3 * size :].view(2, size // BLOCK_ROWS)
+    of_block = torch.repeat_interleave(torch.arange(num_local, device=ids.device), blocks)
+    block = torch.arange(of_block.numel(), device=ids.device)
+    left = per_expert[of_block] - BLOCK_ROWS * (block - block_start[of_block])
+    block_column[: block.numel()] = (of_block << 8 | left.clamp(max=BLOCK_ROWS)).int()
+    of_unit = torch.repeat_interleave(torch.arange(num_local, device=ids.device), unit_start.diff())
+    unit = torch.arange(of_unit.numel(), device=ids.device)
+    unit_column[: unit.numel()] = (block_start[of_unit] + UNIT_BLOCKS * (unit - unit_start[of_unit])).int()
     return table
 
 
@@ -146,7 +160,8 @@ def rows(table: Tensor, num_local: int) -> Rows:
     device = table.device
     expert = torch.repeat_interleave(torch.arange(num_local, device=device), per_expert)
     index = torch.arange(expert.numel(), device=device) - (per_expert.cumsum(0) - per_expert)[expert]
-    columns = table[header:].view(3, -1)[:, BLOCK_ROWS * block_start[expert] + index]
+    size = (table.numel() - header) * BLOCK_ROWS // (3 * BLOCK_ROWS + 2)
+    columns = table[header : header + 3 * size].view(3, size)[:, BLOCK_ROWS * block_start[expert] + index]
     return Rows(
         per_expert=per_expert,
         expert=expert,
