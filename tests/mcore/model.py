@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import os
 import zlib
 from typing import Any
 
@@ -58,10 +59,10 @@ MODEL: dict[str, Any] = dict(
     apply_rope_fusion=False,
     qk_layernorm=True,
     # mixture of experts
-    num_moe_experts=8,
+    num_moe_experts=16,
     moe_ffn_hidden_size=32,
     moe_layer_freq=[0, 1, 1],
-    moe_router_topk=2,
+    moe_router_topk=4,
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
     moe_router_bias_update_rate=1e-3,
@@ -96,8 +97,6 @@ def layout(ep: int = 4, pp: int = 1, vpp: int | None = None) -> None:
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
     if _store is None:
         _store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    import os
-
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.PrefixStore(f"layout{next(_generation)}", _store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
@@ -198,7 +197,7 @@ def initialise(model: GPTModel, config: TransformerConfig, seed: int) -> None:
             generator = torch.Generator().manual_seed(
                 seed + zlib.crc32(global_name(name, model, config).encode())
             )
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
 
 class Batches:
@@ -258,11 +257,13 @@ class Trainer:
         seed: int = 1,
         bf16: bool = False,
         micro_batches: int = 1,
-        lr: float = 1e-2,
+        lr: float = 1e-3,
         clip_grad: float = 1.0,
         ddp: dict[str, Any] | None = None,
         **changes: Any,
     ) -> None:
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
         destroy_moe_metrics_tracker()  # sized by the first model that records
         self.micro_batches = micro_batches
         self.config = make_config(dispatcher, bf16=bf16, **changes)
@@ -318,10 +319,18 @@ class Trainer:
 
 
 def train(
-    dispatchers: list[str], *, steps: int, ep: int = 4, pp: int = 1, vpp: int | None = None, **options: Any
+    dispatchers: list[str],
+    *,
+    steps: int,
+    ep: int = 4,
+    pp: int = 1,
+    vpp: int | None = None,
+    mok: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, dict[str, list[float]]]:
-    """The same training once per dispatcher."""
+    """The same training once per dispatcher; `mok` changes fields of MokConfig."""
     layout(ep, pp, vpp)
+    megatron_mok.configure(megatron_mok.MokConfig(**(mok or {})))
     results = {}
     for dispatcher in dispatchers:
         results[dispatcher] = Trainer(dispatcher, **options).steps(steps)

@@ -1,0 +1,25 @@
+"""Four gloo ranks for the whole folder; they start at the first test that asks for them."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from ranks import Ranks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "short: the part that also runs with the older supported Megatron-Core"
+    )
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(4) as pool:
+        yield pool
