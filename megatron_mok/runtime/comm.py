@@ -140,9 +140,9 @@ class Comm:
         """Whatever is raised inside also ends, on the peers, the call that they are about to start."""
         try:
             yield
-        except Exception:
+        except Exception as error:
             if self.handle is not None:
-                self._provider.abort(self.handle)
+                self._provider.abort(self.handle, error)
             raise
 
     def set_layer(self, layer: int) -> None:

@@ -47,7 +47,7 @@ class Provider(Protocol):
     def open(self, request: Request) -> int:
         """Make the workspace; the handle for the operators. Collective; may raise on some ranks only."""
 
-    def abort(self, handle: int) -> None:
+    def abort(self, handle: int, cause: Exception) -> None:
         """Tell the peers that this rank will not take part in the call that they are about to start."""
 
     def set_layer(self, handle: int, layer: int) -> None:
@@ -73,7 +73,7 @@ class ReferenceProvider:
     def open(self, request: Request) -> int:
         return request.control
 
-    def abort(self, handle: int) -> None:
+    def abort(self, handle: int, cause: Exception) -> None:
         exchange.lookup(handle).abort()
 
     def set_layer(self, handle: int, layer: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class VirtualRanks:
         for rank in self.ranks:
             rank.init()
 
-    def forward(
+    def prepare(
         self,
         inputs: Inputs,
         *,
@@ -68,39 +69,56 @@ class VirtualRanks:
         activation: int = 0,
         act_limit: float = 0.0,
         layers: Sequence[int] | None = None,
-        before: Callable[[int], None] | None = None,
-        only: Sequence[int] | None = None,
-        main: bool = True,
     ) -> list[native.Call]:
-        """One forward call on every rank; the current stream waits for all of them.
+        """The call of every rank, all memory allocated: an allocation could wait for kernels that wait.
 
         inputs     per rank (x [T, H] bf16, ids [T, K] int32, probs [T, K] fp32, w1, w2 of its experts)
         save_rows  per rank, rows of h to save; None: none
         layers     per rank, its number of the layer; None: 0
-        before     called on a rank's stream before its kernels are launched, to delay it
-        only       the ranks that take part; the others never come
-        main       False: the schedule alone
         """
         caller = torch.cuda.current_stream(self.device)
-        taking_part = range(len(self.ranks)) if only is None else only
         calls = []
-        for r in taking_part:  # everything is allocated before the first kernel can wait
-            self.ranks[r].check()
-            self.ranks[r].layer = layers[r] if layers else 0
-            self.streams[r].wait_stream(caller)
-            with torch.cuda.stream(self.streams[r]):
+        for r, (rank, stream) in enumerate(zip(self.ranks, self.streams, strict=True)):
+            rank.check()
+            rank.layer = layers[r] if layers else 0
+            stream.wait_stream(caller)
+            with torch.cuda.stream(stream):
                 rows = save_rows[r] if save_rows else 0
-                calls.append(self.ranks[r].prepare(*inputs[r], num_experts, rows, activation, act_limit))
-        for r, call in zip(taking_part, calls, strict=True):
-            with torch.cuda.stream(self.streams[r]):
-                if before:
-                    before(r)
-                call.schedule_rows()
-        if main:
-            for call in calls:
-                call.forward()
-        for r in taking_part:
-            caller.wait_stream(self.streams[r])
+                calls.append(rank.prepare(*inputs[r], num_experts, rows, activation, act_limit))
+        return calls
+
+    def launch(
+        self,
+        calls: Sequence[native.Call],
+        *,
+        schedule: Sequence[int] | None = None,
+        main: Sequence[int] | None = None,
+        before: Callable[[int], None] | None = None,
+        between: Callable[[int], None] | None = None,
+    ) -> None:
+        """Launch both kernels of every rank; the current stream then waits for all of them.
+
+        schedule, main   the ranks that launch that kernel; None: all. A rank without a main kernel leaves its
+                         workspace in the middle of a call
+        before, between  called with the rank on its stream before and between its kernels, to delay it
+        """
+        every = range(len(calls))
+        for kernel, ranks, hook in (
+            (native.Call.schedule_rows, schedule, before),
+            (native.Call.forward, main, between),
+        ):
+            for r in every if ranks is None else ranks:
+                with torch.cuda.stream(self.streams[r]):
+                    if hook:
+                        hook(r)
+                    kernel(calls[r])
+        for stream in self.streams:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def forward(self, inputs: Inputs, **options: Any) -> list[native.Call]:
+        """prepare() and launch(): one forward call on every rank."""
+        calls = self.prepare(inputs, **options)
+        self.launch(calls)
         return calls
 
     def check(self) -> None:

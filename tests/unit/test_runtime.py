@@ -119,7 +119,7 @@ class FakeProvider:
     def close(self, handle):
         self.closed.append(handle)
 
-    def abort(self, handle):
+    def abort(self, handle, cause):
         pass
 
     def set_layer(self, handle, layer):
@@ -200,3 +200,17 @@ def test_B70_importing_touches_no_gpu():
 
     code = "import megatron_mok, megatron_mok.runtime, torch; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_every_provider_has_the_protocol_s_methods():
+    """Also the CUDA one, which cannot be opened here: the same names and parameters."""
+    import inspect
+
+    from megatron_mok.runtime import cuda, provider
+
+    methods = [name for name in vars(provider.Provider) if not name.startswith("_") and name != "name"]
+    assert {"open", "close", "abort", "facts", "why", "set_layer"} <= set(methods)
+    for kind in (provider.ReferenceProvider, cuda.CudaProvider):
+        for name in methods:
+            want = list(inspect.signature(getattr(provider.Provider, name)).parameters)
+            assert list(inspect.signature(getattr(kind, name)).parameters) == want, (kind, name)
