@@ -76,7 +76,7 @@ def main() -> None:
         print("megatron-mok: no nvcc, no CUDA library (CPU back end; with a GPU: get nvcc, then make build)")
         sys.exit(0 if options.optional else 1)
     run(tool("cmake"), "--build", str(BUILD))
-    run(tool("cmake"), "--install", str(BUILD), "--prefix", str(ROOT))
+    run(tool("cmake"), "--install", str(BUILD), "--prefix", str(ROOT), "--component", "library")
     if not options.dirty:
         run(tool("ctest"), "--test-dir", str(BUILD), "--output-on-failure")
         run(sys.executable, "tools/ptxas_report.py", "check", str(BUILD), "csrc/budget.json")
