@@ -53,7 +53,9 @@ int check_problem(const MokProblem& p) {
   // Rows are counted in 32 bits.
   const int64_t cap = ScheduleLayout::make(p.num_ranks, p.max_tokens, p.top_k, p.num_experts / p.num_ranks).cap;
   if (cap > INT32_MAX) return out_of_range("num_ranks * max_tokens * top_k", cap, "fewer than 2^31 rows");
-  if (p.num_sms < 0 || p.num_sms % 2 != 0) return out_of_range("num_sms", p.num_sms, "0 or a positive even number");
+  // One cluster of two CTAs moves tokens and another one computes.
+  if (p.num_sms != 0 && (p.num_sms < 4 || p.num_sms % 2 != 0))
+    return out_of_range("num_sms", p.num_sms, "0 or an even number from 4");
   if (p.minibatch_units < 0) return out_of_range("minibatch_units", p.minibatch_units, "0 or more");
   if (p.ring_rows < 0) return out_of_range("ring_rows", p.ring_rows, "0 or more");
   return MOK_OK;

@@ -44,7 +44,7 @@ typedef struct {
   int32_t num_experts, top_k;
   int32_t hidden, intermediate;
   int64_t max_tokens;       // T_max: the largest T of any rank and call
-  int32_t num_sms;          // CTAs of a main kernel (one an SM); even; 0 = all SMs of the device
+  int32_t num_sms;          // CTAs of a main kernel (one an SM); even, 4 or more; 0 = all SMs of the device
   int32_t minibatch_units;  // units of 256 rows a minibatch; 0 = chosen from the shape
   int64_t ring_rows;        // rows of the x ring; 0 = chosen from the shape; rounded up to what correctness needs
 } MokProblem;
