@@ -91,8 +91,7 @@ class Route:
 class Exchange:
     """One rank's end. `layer` may be set before a forward call, for the words and the error texts.
 
-    group       a process group, or None for a rank alone; rows travel as CPU tensors, so they need one that
-                moves these (gloo), words and settings go through any
+    group       a process group, or None for a rank alone
     timeout_s   longest wait in seconds; up to the first forward call it is `first_timeout_s`, by default the
                 group's own time-out
     number      which exchange of the group this is, the same on all ranks
@@ -174,10 +173,10 @@ class Exchange:
         if self.size == 1:
             return ids.unsqueeze(0), probs.unsqueeze(0), tokens.to(ids.device)
         width, top_k = int(tokens.max()), ids.shape[1]
-        mine = torch.full((2, width, top_k), -1, dtype=torch.int32)
+        mine = torch.full((2, width, top_k), -1, dtype=torch.int32, device=self._wire)
         mine[0, : len(ids)] = ids
         mine[1, : len(ids)] = probs.view(torch.int32)
-        every = torch.empty(self.size, 2, width, top_k, dtype=torch.int32)
+        every = mine.new_empty(self.size, *mine.shape)
         if mine.numel():
             with self._bounded("routing") as wait:
                 wait(dist.all_gather(list(every), mine, group=self.group, async_op=True))
@@ -256,13 +255,10 @@ class Exchange:
 
     def _swap(self, values: Tensor, send: list[int], receive: list[int], phase: str) -> Tensor:
         """send[r] rows of `values` to each rank r, receive[r] rows from it, in rank order."""
-        out = torch.empty(sum(receive), *values.shape[1:], dtype=values.dtype)
+        mine = values.to(self._wire).contiguous()
+        out = mine.new_empty(sum(receive), *mine.shape[1:])
         with self._bounded(phase) as wait:
-            wait(
-                dist.all_to_all_single(
-                    out, values.cpu().contiguous(), receive, send, group=self.group, async_op=True
-                )
-            )
+            wait(dist.all_to_all_single(out, mine, receive, send, group=self.group, async_op=True))
         return out.to(values.device)
 
     @contextmanager

@@ -34,7 +34,7 @@ class Mxfp8:
     axis: int
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values in `dtype`: exact in fp64, in fp32 for scales up to 2^119, in bf16 within EXACT_IN_BF16."""
+        """The values: exact in fp64, in fp32 for scales up to 2^119, in bf16 within EXACT_IN_BF16."""
         code = self.scale.repeat_interleave(BLOCK, self.axis).narrow(self.axis, 0, self.data.shape[self.axis])
         value = self.data.to(torch.float64) * torch.exp2(code.to(torch.float64) - _BIAS)
         return value.masked_fill(code == 255, float("nan")).to(dtype)

@@ -20,6 +20,7 @@ from .. import __version__, errors
 from ..config import MokConfig
 from ..errors import ConfigError, LibraryMissing, PeerAbort, Problem, UnsupportedDevice
 from ..reference import exchange
+from .check import LayerCheck
 from .provider import Provider, ReferenceProvider, Request
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Comm:
     rank, size  in the expert-parallel group
     backend     "cuda" or "reference", and `why` in one line
     max_tokens  the largest number of tokens per rank and call, agreed over the group
+    control     handle of the reference exchange that carries the host's messages; None while closed
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class Comm:
         self.max_tokens = max_tokens
         self.handle: int | None = None
         self.backend, self.why = "", ""
-        self._control: int | None = None
+        self.control: int | None = None
+        self.check = LayerCheck(config.check_every)
         self._provider: Provider = _REFERENCE
         self.rank = 0 if group is None else torch.distributed.get_rank(group)
         self.size = 1 if group is None else torch.distributed.get_world_size(group)
@@ -123,17 +126,17 @@ class Comm:
         except Exception:
             exchange.close(control)
             raise
-        self.handle, self._control = handle, control
+        self.handle, self.control = handle, control
         if self.rank == 0:
             _log.info("mok: %s back end (%s), %d ranks", self.backend, self.why, self.size)
         return self
 
     def close(self) -> None:
         """Free the workspace. Local; a backward that is still to come cannot run any more."""
-        if self.handle is not None and self._control is not None:
+        if self.handle is not None and self.control is not None:
             self._provider.close(self.handle)
-            exchange.close(self._control)
-            self.handle = self._control = None
+            exchange.close(self.control)
+            self.handle = self.control = None
 
     @contextmanager
     def aborting(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from ..errors import ConfigError, Problem
 from ..ops import moe_forward
 from ..reference.activation import NO_LIMIT, from_name
 from ..reference.schedule import saved_rows
+from .check import compare
 from .comm import Comm
 
 ID_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -63,7 +64,10 @@ def moe(
     with comm.aborting():
         arguments = prepare()
     comm.set_layer(layer or 0)
-    return moe_forward(*arguments)[0]
+    out = moe_forward(*arguments)[0]
+    if comm.check.due(layer or 0):
+        compare(comm, arguments, out)
+    return out
 
 
 def _arguments(

@@ -12,6 +12,7 @@ from megatron_mok import errors, ops, runtime
 from megatron_mok.config import MokConfig
 from megatron_mok.reference import exchange, schedule
 from megatron_mok.runtime import comm as comm_module
+from megatron_mok.runtime import layer as layer_module
 from tests.dist.harness import Ranks, main
 from tests.oracle import Problem, assert_close, assert_equal_bits, problem, relative_error, solve
 
@@ -457,6 +458,27 @@ def never_comes(ranks):
     else:
         raise AssertionError("nothing raised although rank 2 did not come")
     assert time.monotonic() - start < 10
+
+
+@case("check-every-is-an-error-on-all-ranks")
+def check_every(ranks):
+    q = problem(tokens=40, experts=8, top_k=2)
+    counts = [10] * 4
+    mine, experts = split(q, counts, ranks.rank)
+    comm = get(ranks.group, q, 10, MokConfig(check_every=1))
+    step(comm, mine, 8)
+    real = layer_module.moe_forward
+
+    def broken(*arguments):
+        out, h, table = real(*arguments)
+        return (out + 1 if ranks.rank == 1 else out), h, table
+
+    layer_module.moe_forward = broken
+    try:
+        raises(RuntimeError, lambda: step(comm, mine, 8), "check_every", "{1: ")
+    finally:
+        layer_module.moe_forward = real
+    step(comm, mine, 8)
 
 
 @case("default-time-out-is-half-of-the-group-s")

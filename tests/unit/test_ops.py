@@ -337,6 +337,29 @@ def test_B08_check_mode_refuses_foreign_ids():
     call(q, *leaves(q), comm_for(q, check_every=1))
 
 
+def test_check_every_compares_one_layer_with_the_reference(monkeypatch):
+    """Every second training forward of the layer that called first; evaluation does not count."""
+    from megatron_mok.runtime import layer as layer_module
+
+    q = problem(dtype=torch.bfloat16)
+    comm = comm_for(q, check_every=2)
+
+    def broken(*arguments):
+        out, h, table = ops.moe_forward(*arguments)
+        return out * 1.05, h, table
+
+    values = leaves(q)
+    call(q, *values, comm, layer=3)
+    call(q, *values, comm, layer=3)  # compared, and right
+    monkeypatch.setattr(layer_module, "moe_forward", broken)
+    call(q, *values, comm, layer=3)
+    with torch.no_grad():
+        call(q, *values, comm, layer=3)
+    call(q, *values, comm, layer=4)
+    with pytest.raises(RuntimeError, match="check_every: .*{0: '0.0[45].*mok verify"):
+        call(q, *values, comm, layer=3)
+
+
 def test_wrong_dtypes_are_type_errors():
     q = problem()
     comm = comm_for(q)
