@@ -263,7 +263,9 @@ def test_many_experts(comm, experts):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "ffn", "top_k"), [(129, 100, 2), (320, 36, 16), (2880, 8, 1)], ids="B16-H{}".format
+    ("hidden", "ffn", "top_k"),
+    [(129, 100, 2), (320, 36, 16), (1600, 7, 17), (2880, 8, 1)],
+    ids=lambda value: f"B16-{value}",
 )
 def test_any_size(comm, hidden, ffn, top_k):
     q = problem(20, hidden, ffn, 17, top_k, torch.float32)

@@ -4,6 +4,7 @@ import gc
 import itertools
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -428,6 +429,14 @@ def test_B06_more_tokens_than_the_workspace_was_made_for():
 def other_routing(q, seed, tokens):
     fresh = problem(tokens=tokens, seed=seed)
     return problem_with(fresh, w1=q.w1, w2=q.w2)
+
+
+def test_B70_a_call_from_another_thread():
+    q = problem()
+    comm = comm_for(q)
+    want = step(q, comm)
+    with ThreadPoolExecutor(1) as pool:
+        assert_equal_bits(pool.submit(step, q, comm).result(timeout=60), want)
 
 
 @pytest.mark.parametrize("order", ["012", "210", "102"], ids="B74-B{}".format)
