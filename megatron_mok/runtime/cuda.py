@@ -94,8 +94,8 @@ def _check(request: Request, num_ranks: int) -> None:
         )
     sms = torch.cuda.get_device_properties(request.device).multi_processor_count
     config = request.config
-    if config.num_sms and config.num_sms > sms:
-        problems.append(Problem("num_sms", config.num_sms, f"at most {sms}, this GPU's", "leave it out"))
+    if config.num_sms and not 4 <= config.num_sms <= sms:
+        problems.append(Problem("num_sms", config.num_sms, f"4 to {sms}, this GPU's", "leave it out"))
     if config.comm_sms and config.comm_sms[0] >= (config.num_sms or sms // 2 * 2):
         problems.append(
             Problem("comm_sms", config.comm_sms, f"fewer than num_sms ({config.num_sms or sms})", "lower it")
@@ -117,7 +117,7 @@ def _settings(request: Request, ranks: exchange.Exchange) -> native.Settings:
         minibatch_units=-(-(config.minibatch_rows or 0) // native.UNIT_ROWS),
         ring_rows=config.ring_rows or 0,
         timeout_s=ranks.timeout_s,
-        first_timeout_s=ranks.first_timeout_s,
+        first_timeout_s=ranks.first_timeout_s if ranks.size > 1 else ranks.timeout_s,
     )
 
 

@@ -399,7 +399,9 @@ def test_too_many_tokens_are_refused_before_any_launch(opened, device):
 
 
 @pytest.mark.parametrize(
-    "config", [{"num_sms": 1000}, {"comm_sms": (132, 132)}, {"num_sms": 8, "comm_sms": (8, 8)}], ids=str
+    "config",
+    [{"num_sms": 1000}, {"num_sms": 2}, {"comm_sms": (132, 132)}, {"num_sms": 8, "comm_sms": (8, 8)}],
+    ids=str,
 )
 def test_B46_more_sms_than_there_are(config, opened):
     with pytest.raises(errors.ConfigError, match="num_sms|comm_sms"):
