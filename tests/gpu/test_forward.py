@@ -6,8 +6,13 @@ I intermediate size.
 
 import gc
 import math
+import os
 import random
+import subprocess
+import sys
+import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +34,7 @@ from tests.gpu.world import (
     route,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 RANDOM = {f"{seed}-{random_case(seed)}": seed for seed in range(320)}
 
 
@@ -593,3 +599,52 @@ def test_a_dead_workspace_leaves_others_alone(device):
         torch.cuda.synchronize()
         assert isinstance(failures(dead)[0], errors.PeerTimeout)
         assert_same_bits(layer, want, alive.forward(layer))
+
+
+# ---- process settings ----
+
+
+def python(code: str, **variables: str) -> str:
+    """Output of a fresh Python in the repository's root."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_one_hardware_queue():
+    """Four ranks that wait for each other with CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for."""
+    code = """
+import torch
+from tests.gpu.world import Case, Layer, World, assert_outputs
+case, device = Case((200,) * 4, 4, 8, 512, 256), torch.device("cuda", 0)
+layer = Layer.make(case, device)
+with World(case, device) as world:
+    for _ in range(3):
+        assert_outputs(layer, world.forward(layer))
+print("correct")
+"""
+    assert python(code, CUDA_DEVICE_MAX_CONNECTIONS="1").strip() == "correct"
+
+
+def test_B70_importing_starts_no_cuda():
+    code = "import megatron_mok.runtime, megatron_mok.runtime.cuda, torch; print(torch.cuda.is_initialized())"
+    assert python(code).strip() == "False"
+
+
+def test_B70_from_a_worker_thread(opened, device):
+    comm = opened(SMALL)
+    layer = Layer.make(SMALL, device)
+    want, got = moe(layer, comm), []
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=lambda: got.append(moe(layer, comm)))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(got[0], want)
