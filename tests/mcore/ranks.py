@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import pathlib
+import pickle
 import shutil
 import socket
 import subprocess
@@ -112,8 +113,15 @@ class Ranks:
         out."""
         if not self.pipes:
             self.start()
+        try:
+            return self._run(target, limit_s, kwargs)
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, target: str, limit_s: float, kwargs: dict[str, Any]) -> list[Any]:
         for pipe in self.pipes:
-            pipe.send((target, kwargs))
+            _send(pipe, (target, kwargs))
         results: dict[int, Any] = {}
         failures: list[Failure] = []
         deadline = time.monotonic() + limit_s
@@ -126,7 +134,7 @@ class Ranks:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 try:
-                    ok, value = pipe.recv()
+                    ok, value = _receive(pipe)
                 except (EOFError, ConnectionError):
                     ok, value = False, ("ProcessDied", "the process ended", self._logs())
                 if ok:
@@ -135,10 +143,7 @@ class Ranks:
                     failures.append(Failure(rank, *value))
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if failures or waiting:
-            logs = self._logs()
-            missing = sorted(waiting.values())
-            self.close()
-            raise RanksFailed(failures, missing, logs)
+            raise RanksFailed(failures, sorted(waiting.values()), self._logs())
         return [results[rank] for rank in range(self.world)]
 
     def close(self) -> None:
@@ -170,7 +175,7 @@ def serve(address: str) -> None:
     pipe.send(int(os.environ["RANK"]))
     while True:
         try:
-            target, kwargs = pipe.recv()
+            target, kwargs = _receive(pipe)
         except EOFError:
             return
         module, function = target.split(":")
@@ -178,7 +183,16 @@ def serve(address: str) -> None:
             answer = (True, getattr(importlib.import_module(module), function)(**kwargs))
         except BaseException as error:
             answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
-        pipe.send(answer)
+        _send(pipe, answer)
+
+
+def _send(pipe: Connection, value: Any) -> None:
+    """Plain pickle: Connection.send would hand tensors over in shared memory, which ends with the process."""
+    pipe.send_bytes(pickle.dumps(value))
+
+
+def _receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
 
 
 if __name__ == "__main__":

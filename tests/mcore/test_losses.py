@@ -61,7 +61,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         moe_router_group_topk=None,
     ),
     "sinkhorn": dict(
-        moe_router_load_balancing_type="sinkhorn", moe_router_score_function="softmax", moe_aux_loss_coeff=0.0,
+        moe_router_load_balancing_type="sinkhorn", moe_router_score_function="softmax",
+        moe_aux_loss_coeff=0.0,
         moe_router_enable_expert_bias=False, moe_router_num_groups=None, moe_router_group_topk=None,
         moe_router_topk_scaling_factor=None,
     ),
