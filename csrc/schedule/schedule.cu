@@ -321,7 +321,7 @@ __device__ void place(const Context& c, const Experts& x, int* counter) {
   });
 }
 
-__global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constant__ ScheduleGlobals g) {
+__global__ void __launch_bounds__(kThreads, 2) schedule_kernel(const __grid_constant__ ScheduleGlobals g) {
   extern __shared__ int shared[];  // counters of each warp [kWarps][L], then Experts
   __shared__ int tokens[MOK_MAX_RANKS];
   const MokProblem& problem = g.workspace.problem;
