@@ -100,7 +100,12 @@ class Comm:
         if self.handle is not None:
             return self
         number = _opened[self.group] = _opened.get(self.group, -1) + 1
-        control = exchange.register(self.group, number=number, timeout_s=self.config.timeout_s)
+        control = exchange.register(
+            self.group,
+            number=number,
+            timeout_s=self.config.timeout_s,
+            precision=self.config.precision,
+        )
         ranks = exchange.lookup(control)
         try:
             everyone = self._gather(ranks, self._describe)
