@@ -122,8 +122,9 @@ int check_workspace(const MokWorkspace& w, bool with_local) {
   return MOK_OK;
 }
 
-// What schedule and forward share. `args` gets the knobs filled in.
-int check_call(MokForwardArgs* args, Device* device) {
+// What all calls share. `args` gets the knobs filled in.
+template <class Args>
+int check_call(Args* args, Device* device) {
   MOK_TRY(check_workspace(args->workspace, true));
   MokProblem& p = args->workspace.problem;
   MOK_TRY(present_device(device));
@@ -136,25 +137,28 @@ int check_call(MokForwardArgs* args, Device* device) {
   const bool any = args->num_tokens > 0;
   MOK_TRY(check_pointer("x", args->x, 16, any));
   MOK_TRY(check_pointer("ids", args->ids, 4, any));
-  MOK_TRY(check_pointer("probs", args->probs, 4, any));
   return check_pointer("schedule", args->schedule, 16);
 }
 
-int check_forward(const MokForwardArgs& args) {
+int check_tensors(const char* field, const uint64_t* tensors, int count, int local_experts) {
+  if (count != 1 && count != local_experts)
+    return fail(MOK_ERR_ARGUMENT, "number of %s: got %d, need 1 (stacked) or %d (one tensor an expert)", field, count,
+                local_experts);
+  if (!tensors) return fail(MOK_ERR_ARGUMENT, "%s: got a null pointer, need an array of %d device pointers", field, count);
+  for (int i = 0; i < count; ++i) MOK_TRY(check_pointer(field, tensors[i], 16));
+  return MOK_OK;
+}
+
+// What forward and backward share beyond check_call.
+template <class Args>
+int check_main(const Args& args) {
   const MokProblem& p = args.workspace.problem;
-  MOK_TRY(check_pointer("out", args.out, 16, args.num_tokens > 0));
+  const int local_experts = p.num_experts / p.num_ranks;
   if (args.save_rows < 0 || args.save_rows % kGroupRows)
     return out_of_range("save_rows", args.save_rows, "a multiple of 8, 0 or more");
   MOK_TRY(check_pointer("h", args.h, 16, args.save_rows > 0));
-  const int local_experts = p.num_experts / p.num_ranks;
-  if (args.num_w != 1 && args.num_w != local_experts)
-    return fail(MOK_ERR_ARGUMENT, "num_w: got %d, need 1 (stacked) or %d (one tensor an expert)", args.num_w, local_experts);
-  if (!args.w1 || !args.w2)
-    return fail(MOK_ERR_ARGUMENT, "w1, w2: got a null pointer, need arrays of %d device pointers", args.num_w);
-  for (int i = 0; i < args.num_w; ++i) {
-    MOK_TRY(check_pointer("w1", args.w1[i], 16));
-    MOK_TRY(check_pointer("w2", args.w2[i], 16));
-  }
+  MOK_TRY(check_tensors("w1", args.w1, args.num_w, local_experts));
+  MOK_TRY(check_tensors("w2", args.w2, args.num_w, local_experts));
   if (args.activation < MOK_ACT_SWIGLU || args.activation > MOK_ACT_SQUARED_RELU)
     return out_of_range("activation", args.activation, "a MokActivation");
   if (args.comm_sms < 0 || args.comm_sms % 2 || args.comm_sms >= p.num_sms)
@@ -200,13 +204,13 @@ extern "C" int mok_workspace_layout(const MokProblem* problem, MokLayout* layout
   const ScheduleLayout schedule = ScheduleLayout::make(p.num_ranks, p.max_tokens, p.top_k, p.num_experts / p.num_ranks);
   const SymmetricLayout symmetric = SymmetricLayout::make(p.num_ranks, p.max_tokens, p.top_k, p.hidden);
   const Sizes sizes = Sizes::make(p);
-  const LocalLayout local = LocalLayout::make(p, sizes.ring_blocks, sizes.act_blocks);
+  const LocalLayout local = LocalLayout::make(p, sizes);
   *layout = {
       .size = sizeof(MokLayout),
       .abi = MOK_ABI_VERSION,
       .symmetric_bytes = symmetric.bytes,
       .local_bytes = local.bytes,
-      .local_backward_bytes = local.bytes,
+      .local_backward_bytes = std::max(local.bytes, local.backward.bytes),
       .schedule_ints = schedule.ints,
       .schedule_rows = schedule.cap,
       .saved_row_bytes = int64_t(4) * p.intermediate,
@@ -236,6 +240,7 @@ extern "C" int mok_load_kernels(int32_t id) {
   int status = load_schedule();
 #if MOK_HAVE_SM90
   if (status == MOK_OK && device.arch == 90) status = sm90::load_forward();
+  if (status == MOK_OK && device.arch == 90) status = sm90::load_backward();
 #endif
   if (status == MOK_OK && device.arch != 90) status = unsupported_forward(MOK_ERR_DEVICE, device);
   cudaSetDevice(before);
@@ -279,6 +284,7 @@ extern "C" int mok_schedule(const MokForwardArgs* args) {
   MokForwardArgs call = *args;
   Device device{};
   MOK_TRY(check_call(&call, &device));
+  MOK_TRY(check_pointer("probs", call.probs, 4, call.num_tokens > 0));
   return launch_schedule(call, as_stream(call.stream));
 }
 
@@ -287,9 +293,31 @@ extern "C" int mok_forward(const MokForwardArgs* args) {
   MokForwardArgs call = *args;
   Device device{};
   MOK_TRY(check_call(&call, &device));
-  MOK_TRY(check_forward(call));
+  MOK_TRY(check_main(call));
+  MOK_TRY(check_pointer("out", call.out, 16, call.num_tokens > 0));
 #if MOK_HAVE_SM90
   if (device.arch == 90) return sm90::launch_forward(call, as_stream(call.stream));
 #endif
   return unsupported_forward(MOK_ERR_NOT_COMPILED, device);
+}
+
+extern "C" int mok_backward(const MokBackwardArgs* args) {
+  MOK_TRY(check_abi(args, "MokBackwardArgs"));
+  MokBackwardArgs call = *args;
+  Device device{};
+  MOK_TRY(check_call(&call, &device));
+  MOK_TRY(check_main(call));
+  const int local_experts = call.workspace.problem.num_experts / call.workspace.problem.num_ranks;
+  const bool any = call.num_tokens > 0;
+  MOK_TRY(check_pointer("dy", call.dy, 16, any));
+  if (call.needs & ~(MOK_NEED_DX | MOK_NEED_DP)) return out_of_range("needs", call.needs, "MokNeeds bits");
+  MOK_TRY(check_pointer("dx", call.dx, 16, any && call.needs & MOK_NEED_DX));
+  MOK_TRY(check_pointer("dp", call.dp, 4, any && call.needs & MOK_NEED_DP));
+  if (call.dw1) MOK_TRY(check_tensors("dw1", call.dw1, call.num_dw1, local_experts));
+  if (call.dw2) MOK_TRY(check_tensors("dw2", call.dw2, call.num_dw2, local_experts));
+#if MOK_HAVE_SM90
+  if (device.arch == 90) return sm90::launch_backward(call, as_stream(call.stream));
+#endif
+  return fail(MOK_ERR_NOT_COMPILED, "the backward kernel does not support compute capability %d.%d yet, need 9.0",
+              device.arch / 10, device.arch % 10);
 }

@@ -32,5 +32,23 @@ __device__ __forceinline__ float activate(float gate, float up, float limit) {
   }
 }
 
+struct ActivationGradient {
+  float activation;  // as activate() gives it: the same expression, so that both directions have the same bits
+  float gate, up;    // its derivatives
+};
+
+template <MokActivation kAct>
+__device__ __forceinline__ ActivationGradient activate_backward(float gate, float up, float limit) {
+  bool gate_moves = true, up_moves = true;
+  if constexpr (kAct == MOK_ACT_SWIGLU_CLAMPED) {
+    gate_moves = !(gate > limit);
+    up_moves = !(up > limit || up < -limit);
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : (up < -limit ? -limit : up);
+  }
+  const float s = sigmoid(gate), silu = gate * s;
+  return {silu * up, gate_moves ? up * (s * (1.f + gate * (1.f - s))) : 0.f, up_moves ? silu : 0.f};
+}
+
 }  // namespace mok
 #endif  // MEGATRON_MOK_KERNELS_ACTIVATION_CUH_

@@ -28,7 +28,9 @@ inline int default_comm_ctas(const MokProblem& problem, int ctas) {
 
 namespace sm90 {
 int launch_forward(const MokForwardArgs& args, cudaStream_t stream);
+int launch_backward(const MokBackwardArgs& args, cudaStream_t stream);
 int load_forward();  // loads every instance, so that none is loaded behind a kernel that waits
+int load_backward();
 }  // namespace sm90
 
 }  // namespace mok

@@ -16,6 +16,7 @@ constexpr int kPullBarrierBytes = kPullWarps * kPullStages * 8;
 
 // One source of rows and the ring that receives them.
 struct PullJob {
+  bool zero_padding;           // padding rows of a granule that has valid ones become zeros, and count as ready
   int local_rank;              // its rows are read in place
   const char* local_rows;
   const uint64_t* peers;       // symmetric regions; the other ranks' rows lie at peer_offset
@@ -27,39 +28,47 @@ struct PullJob {
   const int* schedule_slot;
   const int* block_words;
   uint32_t* ready;             // per granule: rows in place
-  const uint32_t* ring_free;   // per granule: tiles that have read it; a slot is free when its last granule's count is full
-  uint32_t ring_free_count;
 };
 
+// Free(granule) names the counter that says that an earlier granule's slot may be overwritten, and the count to wait for. Every lane
+// calls it with the same granule, and a warp asks for granules in ascending order.
+struct SlotFree {
+  const uint32_t* counter;
+  uint32_t count;
+};
+
+template <class Free>
 class RowPuller {
  public:
-  __device__ RowPuller(const PullJob& job, const WaitContext& wait, uint32_t smem, uint32_t barriers, int warp)
-      : job_(job), wait_(wait), lane_(threadIdx.x % 32) {
+  __device__ RowPuller(const WaitContext& wait, uint32_t smem, uint32_t barriers, uint32_t zeros, int warp, Free free)
+      : wait_(wait), lane_(threadIdx.x % 32), zeros_(zeros), free_(free) {
     stage_ = smem + warp * kPullStages * kPullChunk;
     barrier_ = barriers + warp * kPullStages * 8;
-    chunks_ = int(ceil_div<int64_t>(job.row_bytes, kPullChunk));
-    chunk_bytes_ = int(round_up<int64_t>(ceil_div<int64_t>(job.row_bytes, chunks_), 16));
   }
 
   // Pulls the rows of one batch: this lane names padded row `row` (or -1). Rows of the same `width` neighbouring lanes form a
   // group of one granule, signalled once.
-  __device__ void batch(int row, int width) {
+  __device__ void batch(const PullJob& job, int row, int width) {
+    const int chunks = int(ceil_div<int64_t>(job.row_bytes, kPullChunk));
+    const int chunk_bytes = int(round_up<int64_t>(ceil_div<int64_t>(job.row_bytes, chunks), 16));
     int src = -1, slot = 0;
+    bool zero = false;
     if (row >= 0) {
-      src = __ldg(job_.schedule_src + row);
-      slot = __ldg(job_.schedule_slot + row);
+      src = __ldg(job.schedule_src + row);
+      slot = __ldg(job.schedule_slot + row);
+      zero = src < 0 && job.zero_padding &&
+             block_rows(__ldg(job.block_words + row / kBlockRows)) > row % kBlockRows / kGranuleRows * kGranuleRows;
     }
     const char* from = nullptr;
     char* to = nullptr;
-    int block = 0;
     if (src >= 0) {
-      block = row / kBlockRows;
-      const char* rows = src == job_.local_rank ? job_.local_rows
-                                                : reinterpret_cast<const char*>(job_.peers[src]) + job_.peer_offset;
-      from = rows + int64_t(slot / job_.top_k) * job_.row_bytes;
-      to = job_.ring + (int64_t(block % job_.ring_blocks) * kBlockRows + row % kBlockRows) * job_.row_bytes;
+      const char* rows = src == job.local_rank ? job.local_rows
+                                                : reinterpret_cast<const char*>(job.peers[src]) + job.peer_offset;
+      from = rows + int64_t(slot / job.top_k) * job.row_bytes;
     }
-    uint32_t valid = __ballot_sync(~0u, src >= 0);
+    if (src >= 0 || zero)
+      to = job.ring + (int64_t(row / kBlockRows % job.ring_blocks) * kBlockRows + row % kBlockRows) * job.row_bytes;
+    uint32_t valid = __ballot_sync(~0u, src >= 0 || zero);
     while (valid) {
       const int i = __ffs(valid) - 1;
       valid &= valid - 1;
@@ -67,17 +76,28 @@ class RowPuller {
       const uint32_t group = ((width == 32 ? 0u : (1u << width)) - 1u) << (i / width * width);
       // The last row of the group signals for all of it.
       const bool last = (valid & group) == 0;
-      if (granule >= 2 * job_.ring_blocks) await_slot(granule - 2 * job_.ring_blocks);
+      if (granule >= 2 * job.ring_blocks) await_slot(job, granule - 2 * job.ring_blocks);
       const char* source = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(from), i));
       char* target = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(to), i));
       pending_ += 1;
-      for (int c = 0; c < chunks_; ++c) {
-        const int at = c * chunk_bytes_;
-        const int bytes = int(min(int64_t(chunk_bytes_), job_.row_bytes - at));
-        const bool signal = last && c == chunks_ - 1;
-        copy(source + at, target + at, bytes, signal ? granule : -1, pending_);
-        if (signal) pending_ = 0;
+      const bool is_zero = source == nullptr;
+      for (int c = 0; c < chunks; ++c) {
+        const int at = c * chunk_bytes;
+        const int bytes = int(min(int64_t(chunk_bytes), job.row_bytes - at));
+        if (is_zero) {
+          if (lane_ == 0) {
+            ptx::bulk_store(target + at, zeros_, bytes);
+            ptx::bulk_commit();
+          }
+        } else {
+          copy(source + at, target + at, bytes, last && c == chunks - 1 ? job.ready + granule : nullptr, pending_);
+        }
       }
+      if (last && is_zero) {  // an expert's end: rare enough to wait for everything
+        drain();
+        if (lane_ == 0) ptx::add_release_gpu(job.ready + granule, pending_);
+      }
+      if (last) pending_ = 0;
     }
   }
 
@@ -85,24 +105,23 @@ class RowPuller {
   __device__ void finish() { drain(); }
 
  private:
-  // An earlier block's rows may be overwritten once every GEMM 1 tile has read them. Before a wait all copies in flight are
-  // completed and signalled, or the tiles that we wait for could wait for them.
-  __device__ void await_slot(int old_granule) {
-    const int word = __ldg(job_.block_words + old_granule / 2);
-    if (block_rows(word) <= kGranuleRows * (old_granule & 1)) return;
-    if (old_granule == free_granule_) return;
+  // Before a wait all copies in flight are completed and signalled, or the tiles that we wait for could wait for them.
+  __device__ void await_slot(const PullJob& job, int old_granule) {
+    const int word = __ldg(job.block_words + old_granule / 2);
+    if (old_granule == free_granule_ || block_rows(word) <= kGranuleRows * (old_granule & 1)) return;
+    const SlotFree slot = free_(old_granule);
     uint32_t seen = 0;
-    if (lane_ == 0) seen = ptx::load_acquire_gpu(job_.ring_free + old_granule);
-    if (__shfl_sync(~0u, seen, 0) < job_.ring_free_count) {
+    if (lane_ == 0) seen = ptx::load_acquire_gpu(slot.counter);
+    if (__shfl_sync(~0u, seen, 0) < slot.count) {
       drain();
-      if (lane_ == 0) wait_count(wait_, MOK_PHASE_DISPATCH, job_.ring_free + old_granule, job_.ring_free_count);
+      if (lane_ == 0) wait_count(wait_, MOK_PHASE_DISPATCH, slot.counter, slot.count);
       __syncwarp();
     }
     free_granule_ = old_granule;
     ptx::fence_proxy_async_global();
   }
 
-  __device__ void copy(const char* source, char* target, int bytes, int signal, int count) {
+  __device__ void copy(const char* source, char* target, int bytes, uint32_t* signal, int count) {
     while (issued_ - drained_ >= kPullStages - kPullStores) store_one();
     const int s = issued_ % kPullStages;
     if (lane_ == s) {
@@ -137,9 +156,9 @@ class RowPuller {
   // Chunk number signalled_ is complete in memory.
   __device__ void signal_one() {
     const int s = signalled_ % kPullStages;
-    const int granule = __shfl_sync(~0u, signal_, s);
+    uint32_t* counter = reinterpret_cast<uint32_t*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(signal_), s));
     const int count = __shfl_sync(~0u, count_, s);
-    if (lane_ == 0 && granule >= 0) ptx::add_release_gpu(job_.ready + granule, count);
+    if (lane_ == 0 && counter) ptx::add_release_gpu(counter, count);
     ++signalled_;
   }
 
@@ -150,14 +169,15 @@ class RowPuller {
     while (signalled_ < drained_) signal_one();
   }
 
-  const PullJob& job_;
   const WaitContext& wait_;
   const int lane_;
+  const uint32_t zeros_;  // kPullChunk bytes of zeros in shared memory, or 0 where no job wants them
+  Free free_;
   uint32_t stage_, barrier_, parity_ = 0;
-  int chunks_, chunk_bytes_;
   int issued_ = 0, drained_ = 0, signalled_ = 0, pending_ = 0, free_granule_ = -1;
   char* target_ = nullptr;  // of the stage that this lane keeps
-  int bytes_ = 0, signal_ = -1, count_ = 0;
+  uint32_t* signal_ = nullptr;
+  int bytes_ = 0, count_ = 0;
 };
 
 }  // namespace mok

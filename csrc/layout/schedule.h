@@ -59,10 +59,19 @@ struct Tile {
   int unit, n;
 };
 
+struct QuadTile {
+  static constexpr int kQuad = 4;
+  int unit, n;
+  static MOK_HD QuadTile make(int t, int units, int columns) {
+    const int quad = t / (kQuad * columns), left = units - quad * kQuad;
+    const int width = left < kQuad ? left : kQuad;
+    t -= quad * kQuad * columns;
+    return {quad * kQuad + t % width, t / width};
+  }
+};
+
 struct TicketOrder {
   int units, minibatch_units, n1, n2;  // n1, n2: column tiles of GEMM 1 and GEMM 2
-
-  static constexpr int kQuad = 4;
 
   MOK_HD int64_t total() const { return int64_t(units) * (n1 + n2); }
 
@@ -90,11 +99,8 @@ struct TicketOrder {
 
  private:
   MOK_HD Tile inside(int phase, int batch, int size, int columns, int t) const {
-    const int quad = t / (kQuad * columns);
-    t -= quad * kQuad * columns;
-    const int left = size - quad * kQuad;
-    const int width = left < kQuad ? left : kQuad;
-    return {phase, batch * minibatch_units + quad * kQuad + t % width, t / width};
+    const QuadTile q = QuadTile::make(t, size, columns);
+    return {phase, batch * minibatch_units + q.unit, q.n};
   }
 };
 
@@ -105,6 +111,44 @@ struct GranuleShare {
     const int granules = ceil_div(unit_rows, kGranuleRows);
     const int half = (granules + 1) / 2;
     return cta == 0 ? GranuleShare{0, half} : GranuleShare{half, granules - half};
+  }
+};
+
+// The backward goes by segments: consecutive units of one expert, at most `segment_units`, whose rows a weight gradient sums in one
+// turn. Order of tickets in round s: h again where it was not saved (s), dx (s-1), d_act (s), weight gradients (s-1).
+// A ring of four times segment_units blocks holds segments s-1 and s whole; s needs slots that s-2 had, whose tickets are lower.
+struct Segment {
+  int index = -1, unit = 0, units = 0;  // units 0: past the last one
+  int block = 0, rows = 0, expert = -1;
+  bool first = true;  // of its expert
+
+  // The one after `s`. Word offsets as in ScheduleLayout.
+  static MOK_HD Segment after(const Segment& s, const int* table, const ScheduleLayout& layout, int segment_units) {
+    Segment next;
+    next.index = s.index + 1;
+    next.unit = s.unit + s.units;
+    if (next.unit >= table[kScheduleUnits]) return next;
+    next.block = table[layout.unit + next.unit];
+    next.expert = block_expert(table[layout.block + next.block]);
+    next.first = next.expert != s.expert;
+    const int left = table[kScheduleExperts + next.expert] - (next.block - table[layout.block_start + next.expert]) * kBlockRows;
+    const int most = segment_units * kUnitRows;
+    next.rows = left < most ? left : most;
+    next.units = ceil_div(next.rows, kUnitRows);
+    return next;
+  }
+  MOK_HD int blocks() const { return ceil_div(rows, kBlockRows); }
+};
+
+// Tile t of `rows` x `columns` tiles, in bands of eight rows, so that neighbouring tickets share both operands.
+struct BandedTile {
+  int row, column;
+  static MOK_HD BandedTile make(int t, int rows, int columns) {
+    constexpr int kBand = 8;
+    const int band = t / (kBand * columns), left = rows - band * kBand;
+    const int height = left < kBand ? left : kBand;
+    t -= band * kBand * columns;
+    return {band * kBand + t % height, t / height};
   }
 };
 

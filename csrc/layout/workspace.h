@@ -29,6 +29,7 @@ struct Control {
   uint32_t ticket;
   uint32_t finished;     // CTAs of the main kernel whose pushes are complete
   uint32_t left;         // CTAs of the main kernel that have ended
+  uint32_t backward_arrived, backward_ticket, backward_finished, backward_left;  // the backward leaves them at zero itself
 };
 
 // A stamp names call, kind and layer; it is compared exactly.
@@ -62,39 +63,10 @@ struct SymmetricLayout {
   }
 };
 
-struct LocalLayout {
-  int64_t max_blocks, chunks_per_rank;
-  int64_t chunk_counts, source_counts, x_ready, act_done, y_done, x_ring, act_ring, bytes;
-
-  static MOK_HD LocalLayout make(const MokProblem& p, int ring_blocks, int act_blocks) {
-    LocalLayout s;
-    const int local_experts = p.num_experts / p.num_ranks;
-    const ScheduleLayout schedule = ScheduleLayout::make(p.num_ranks, p.max_tokens, p.top_k, local_experts);
-    int64_t at = 0;
-    auto take = [&](int64_t bytes) {
-      const int64_t here = at;
-      at = round_up<int64_t>(at + bytes, kRegionAlign);
-      return here;
-    };
-    s.max_blocks = schedule.cap / kBlockRows;
-    s.chunks_per_rank = ceil_div<int64_t>(p.max_tokens * p.top_k, kScheduleChunk);
-    s.chunk_counts = take(p.num_ranks * s.chunks_per_rank * local_experts * 4);
-    s.source_counts = take(int64_t(p.num_ranks) * local_experts * 4);
-    // Per granule, two a block: rows that lie in the x ring; GEMM 1 tiles whose act is stored; GEMM 2 tiles that read it.
-    s.x_ready = take(s.max_blocks * 2 * 4);
-    s.act_done = take(s.max_blocks * 2 * 4);
-    s.y_done = take(s.max_blocks * 2 * 4);
-    s.x_ring = take(int64_t(ring_blocks) * kBlockRows * p.hidden * 2);
-    // Act is kept as the images that GEMM 2 loads: per block and 64 columns, 128 rows of 128 swizzled bytes.
-    s.act_ring = take(int64_t(act_blocks) * kBlockRows * p.intermediate * 2);
-    s.bytes = at;
-    return s;
-  }
-};
-
 // Knobs with their defaults filled in.
 struct Sizes {
   int num_sms, minibatch_units, ring_blocks, act_blocks;
+  int backward_blocks, segment_units;  // ring of the backward; units of one turn of a weight gradient
 
   static MOK_HD Sizes make(const MokProblem& p) {
     Sizes s;
@@ -114,6 +86,60 @@ struct Sizes {
     };
     s.ring_blocks = fit(wanted, min_ring_blocks(s.minibatch_units));
     s.act_blocks = fit(min_act_blocks(s.minibatch_units), min_act_blocks(s.minibatch_units));
+    // Two segments must fit (layout/schedule.h, Segment); four of the usual size leave room to pull ahead.
+    const int64_t segment_blocks = p.ring_rows > 0 ? ceil_div<int64_t>(p.ring_rows, kBlockRows) : 64;
+    s.backward_blocks = int(segment_blocks < 4 ? 4 : round_up<int64_t>(segment_blocks, 4));
+    s.segment_units = s.backward_blocks / 4;
+    return s;
+  }
+};
+
+struct LocalLayout {
+  int64_t max_blocks, chunks_per_rank;
+  int64_t chunk_counts, source_counts, x_ready, act_done, y_done, x_ring, act_ring, bytes;
+  // What the backward adds: it zeroes its counters itself, and its rings lie over the forward's.
+  struct Backward {
+    int64_t dy_ready, x_ready, h_done, dact_done;  // per granule: rows in place (64 when whole), tiles stored
+    int64_t segment_read, segment_stored;          // per segment: tiles that have read it; weight-gradient tiles stored
+    int64_t dp_parts;                              // [rows][column tiles of I] fp32
+    int64_t dy_ring, x_ring, dh_ring, act_ring, h_ring, bytes;
+  } backward;
+
+  static MOK_HD LocalLayout make(const MokProblem& p, const Sizes& sizes) {
+    LocalLayout s;
+    const int local_experts = p.num_experts / p.num_ranks;
+    const ScheduleLayout schedule = ScheduleLayout::make(p.num_ranks, p.max_tokens, p.top_k, local_experts);
+    int64_t at = 0;
+    auto take = [&](int64_t bytes) {
+      const int64_t here = at;
+      at = round_up<int64_t>(at + bytes, kRegionAlign);
+      return here;
+    };
+    s.max_blocks = schedule.cap / kBlockRows;
+    s.chunks_per_rank = ceil_div<int64_t>(p.max_tokens * p.top_k, kScheduleChunk);
+    s.chunk_counts = take(p.num_ranks * s.chunks_per_rank * local_experts * 4);
+    s.source_counts = take(int64_t(p.num_ranks) * local_experts * 4);
+    // Per granule, two a block: rows that lie in the x ring; GEMM 1 tiles whose act is stored; GEMM 2 tiles that read it.
+    s.x_ready = take(s.max_blocks * 2 * 4);
+    s.act_done = take(s.max_blocks * 2 * 4);
+    s.y_done = take(s.max_blocks * 2 * 4);
+    s.x_ring = take(int64_t(sizes.ring_blocks) * kBlockRows * p.hidden * 2);
+    // Act is kept as the images that GEMM 2 loads: per block and 64 columns, 128 rows of 128 swizzled bytes.
+    s.act_ring = take(int64_t(sizes.act_blocks) * kBlockRows * p.intermediate * 2);
+    s.bytes = at;
+
+    at = s.x_ring;
+    Backward& b = s.backward;
+    for (int64_t* counter : {&b.dy_ready, &b.x_ready, &b.h_done, &b.dact_done, &b.segment_read, &b.segment_stored})
+      *counter = take(s.max_blocks * 2 * 4);
+    b.dp_parts = take(schedule.cap * ceil_div(p.intermediate, kTileN) * 4);
+    const int64_t rows = int64_t(sizes.backward_blocks) * kBlockRows;
+    b.dy_ring = take(rows * p.hidden * 2);
+    b.x_ring = take(rows * p.hidden * 2);
+    b.dh_ring = take(rows * p.intermediate * 4);
+    b.act_ring = take(rows * p.intermediate * 2);
+    b.h_ring = take(rows * p.intermediate * 4);
+    b.bytes = at;
     return s;
   }
 };

@@ -1,5 +1,5 @@
-// WGMMA of Hopper: one warpgroup multiplies a 64 x 16 piece of A with a 16 x 256 piece of B, both bf16 in shared memory, both
-// K-major with 128-byte swizzle, into fp32 registers.
+// WGMMA of Hopper: one warpgroup multiplies a 64 x 16 piece of A with a 16 x 256 piece of B, both bf16 in shared memory with
+// 128-byte swizzle, into fp32 registers. An operand is K-major (its rows of 64 run along K) or MN-major (they run along M or N).
 //
 // Accumulator layout (PTX ISA, wgmma register fragments): thread t of the warpgroup, warp w = t/32, lane l = t%32, holds for
 // j = 0..31: d[4j], d[4j+1] = row 16w + l/4, columns 8j + 2(l%4) + {0,1}; d[4j+2], d[4j+3] = the same of row + 8.
@@ -16,6 +16,12 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t smem_addr) {
   return uint64_t((smem_addr & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
 }
 
+// Matrix descriptor of an MN-major tile made of blocks of 64 rows (K) x 64 columns (M or N), 8192 bytes each: the blocks follow
+// each other along M or N, 8-row groups lie 1024 bytes apart. A step of 16 along K adds 128 (2048 bytes).
+__device__ __forceinline__ uint64_t descriptor_mn(uint32_t smem_addr) {
+  return uint64_t((smem_addr & 0x3ffff) >> 4) | uint64_t(512) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
+}
+
 __device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N>
@@ -28,7 +34,8 @@ __device__ __forceinline__ void mma_pin(float (&d)[128]) {
   for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d = a b^T + (accumulate ? d : 0)
+// d = a b^T + (accumulate ? d : 0); an MN-major operand is transposed by the instruction.
+template <bool kAIsMn, bool kBIsMn>
 __device__ __forceinline__ void mma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
@@ -41,7 +48,7 @@ __device__ __forceinline__ void mma_m64n256k16(float (&d)[128], uint64_t a, uint
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, p, 1, 1, 0, 0;\n}"
+      "%128, %129, p, 1, 1, %131, %132;\n}"
       :
       "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
       "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
@@ -59,7 +66,7 @@ __device__ __forceinline__ void mma_m64n256k16(float (&d)[128], uint64_t a, uint
       "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
       "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
       "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(int(accumulate)));
+      : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kAIsMn)), "n"(int(kBIsMn)));
 }
 
 }  // namespace mok::sm90

@@ -412,7 +412,7 @@ int launch_schedule(const MokForwardArgs& args, cudaStream_t stream) {
   const ScheduleGlobals g{
       .workspace = args.workspace,
       .symmetric = SymmetricLayout::make(p.num_ranks, p.max_tokens, p.top_k, p.hidden),
-      .local = LocalLayout::make(p, sizes.ring_blocks, sizes.act_blocks),
+      .local = LocalLayout::make(p, sizes),
       .schedule = ScheduleLayout::make(p.num_ranks, p.max_tokens, p.top_k, local_experts),
       .tokens = args.num_tokens,
       .x = reinterpret_cast<const uint4*>(args.x),

@@ -83,7 +83,7 @@ TEST(workspace_regions_do_not_overlap) {
                    {s.dp_slots, routes * 4}},
                   s.bytes, kRegionAlign);
     const Sizes sizes = Sizes::make(p);
-    const LocalLayout l = LocalLayout::make(p, sizes.ring_blocks, sizes.act_blocks);
+    const LocalLayout l = LocalLayout::make(p, sizes);
     const int64_t experts = p.num_experts / p.num_ranks, words = l.max_blocks * 2 * 4;
     CHECK(l.chunks_per_rank * kScheduleChunk >= routes && (l.chunks_per_rank - 1) * kScheduleChunk < routes);
     check_regions({{l.chunk_counts, p.num_ranks * l.chunks_per_rank * experts * 4},

@@ -109,6 +109,36 @@ typedef struct {
   int32_t reserved;
 } MokForwardArgs;
 
+// What a backward call is asked for.
+typedef enum { MOK_NEED_DX = 1, MOK_NEED_DP = 2 } MokNeeds;
+
+// The backward of one call. Publishes dy and x itself; follows its forward at any distance.
+typedef struct {
+  uint32_t size, abi;
+  MokWorkspace workspace;
+  uint64_t stream;
+  int64_t num_tokens;                  // T
+  uint64_t dy, x, ids;                 // [T,H] bf16, [T,H] bf16, [T,K] int32, contiguous
+  uint64_t schedule;                   // of the forward call
+  uint64_t h;                          // what it saved, 0 = nothing
+  int64_t save_rows;
+  const uint64_t* w1;
+  const uint64_t* w2;
+  int32_t num_w;                       // 1 (stacked) or L, of w1 and w2
+  int32_t activation;
+  float act_limit;
+  int32_t comm_sms;
+  uint32_t layer;
+  int32_t needs;                       // MokNeeds
+  uint64_t dx, dp;                     // [T,H] bf16, [T,K] fp32; 0 where not needed
+  const uint64_t* dw1;                 // host arrays like w1 and w2, of num_dw1 and num_dw2 pointers; 0 = not wanted
+  const uint64_t* dw2;
+  int32_t num_dw1, num_dw2;            // 1 (stacked) or L
+  int32_t dw1_is_fp32, dw2_is_fp32;    // else bf16
+  int32_t accumulate;                  // add, else write (zeros for an expert without rows)
+  int32_t reserved;
+} MokBackwardArgs;
+
 MOK_API const char* mok_last_error(void);
 // JSON: {"abi", "archs": ["90a", ...], "cuda", "csrc_tree"}. Static storage; needs no GPU.
 MOK_API const char* mok_build_info(void);
@@ -131,6 +161,8 @@ MOK_API int mok_abort(const MokWorkspace* workspace, const MokErrorRecord* why, 
 MOK_API int mok_schedule(const MokForwardArgs* args);
 // Dispatch, experts, combine and reduction. One launch; must follow mok_schedule of the same call on the same stream.
 MOK_API int mok_forward(const MokForwardArgs* args);
+// Publication of dy and x, all gradients. One launch.
+MOK_API int mok_backward(const MokBackwardArgs* args);
 
 #ifdef __cplusplus
 }

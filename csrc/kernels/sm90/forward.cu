@@ -12,55 +12,14 @@
 
 #include "kernels/activation.cuh"
 #include "kernels/forward_params.h"
-#include "kernels/pull.cuh"
 #include "kernels/launch.h"
+#include "kernels/sm90/pipeline.cuh"
 #include "kernels/tensor_map.h"
-#include "mma/sm90.cuh"
 
 namespace mok::sm90 {
 namespace {
 
-constexpr int kThreads = 384;
-constexpr int kStages = 4;
-constexpr int kABytes = 2 * kGranuleRows * kTileK * 2;      // two granules of 64 rows
-constexpr int kBHalfBytes = kTileN / 2 * kTileK * 2;        // what one CTA loads and both receive
-constexpr int kStageBytes = kABytes + 2 * kBHalfBytes;
-constexpr int kStagingPitch = kTileN * 2 + 16;              // 528: conflict-free for stmatrix, 16-byte aligned for bulk copies
-constexpr int kStagingBytes = kGranuleRows * kStagingPitch;
-constexpr int kTileSlots = 8;     // more than any role of a cluster can be ahead of another (4 stages: at most 5 tiles)
-constexpr int kClaimAhead = 8;    // k-steps before a tile's last load at which the next ticket is claimed
-
-struct TileInfo {
-  int phase;   // 0 GEMM 1, 1 GEMM 2, 2 no more tiles
-  int n;       // column tile
-  int block;   // first block of the unit
-  int expert_rows;  // expert << 16 | valid rows of the unit
-};
-
-struct Smem {
-  char stages[kStages][kStageBytes];
-  char staging[kStagingBytes];
-  TileInfo tiles[kTileSlots];
-  uint64_t full[kStages], empty[kStages];
-  uint64_t tile_full[kTileSlots];
-  uint64_t staging_full, claim;
-  uint32_t staging_released;  // uses of the staging buffer that the store warp has read
-  uint64_t pull_barriers[kPullBarrierBytes / 8];
-};
-static_assert(sizeof(Smem) <= 232448, "shared memory of an SM");
-static_assert(kPullBytes <= kStages * kStageBytes);
-
-// Position in a ring of stages; `parity` is the phase that a consumer waits for.
-struct StageCursor {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
+enum Phase { kGemm1, kGemm2 };
 
 struct Kernel {
   const ForwardParams& p;
@@ -76,20 +35,13 @@ struct Kernel {
   __device__ int n1() const { return p.intermediate / kTileI; }
   __device__ int n2() const { return (p.hidden + kTileN - 1) / kTileN; }
 
-  __device__ bool next_tile(int i, TileInfo& tile) const {
-    const int slot = i % kTileSlots;
-    ptx::mbarrier_wait_cluster(ptx::smem(&s.tile_full[slot]), (i / kTileSlots) & 1);
-    tile = s.tiles[slot];
-    return tile.phase != 2;
-  }
-
   // ---- dispatch ----
   __device__ void pull() {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp >= kPullWarps || workspace_dead(wait)) return;  // the schedule of a dead workspace may be garbage
     const int blocks = __ldg(p.schedule + kScheduleBlocks), units = __ldg(p.schedule + kScheduleUnits);
     if (blocks == 0) return;
-    PullJob job;
+    PullJob job{};
     job.ring = local<char>(p.offsets.x_ring);
     job.row_bytes = int64_t(p.hidden) * 2;
     job.ring_blocks = p.ring_blocks;
@@ -98,29 +50,29 @@ struct Kernel {
     job.schedule_slot = blob(p.blob.slot);
     job.block_words = blob(p.blob.block);
     job.ready = local<uint32_t>(p.offsets.x_ready);
-    job.ring_free = local<uint32_t>(p.offsets.act_done);
-    job.ring_free_count = n1();
     job.local_rank = p.rank;
     job.local_rows = p.x;
     job.peers = p.peers;
     job.peer_offset = p.symmetric.x;
-    RowPuller puller(job, wait, ptx::smem(s.stages), ptx::smem(s.pull_barriers), warp);
+    // A slot is free when every GEMM 1 tile has read the granule that had it before.
+    auto free = [&](int granule) { return SlotFree{local<uint32_t>(p.offsets.act_done) + granule, uint32_t(n1())}; };
+    RowPuller puller(wait, ptx::smem(s.stages), ptx::smem(s.pull_barriers), 0, warp, free);
 
     // The units that the first tickets need, row by row over all CTAs: the kernel starts at memory speed.
     const int clusters = gridDim.x / 2;
-    const int quads = (clusters + TicketOrder::kQuad * n1() - 1) / (TicketOrder::kQuad * n1());
-    const int head_units = min(units, quads * TicketOrder::kQuad);
+    const int quads = (clusters + QuadTile::kQuad * n1() - 1) / (QuadTile::kQuad * n1());
+    const int head_units = min(units, quads * QuadTile::kQuad);
     const int head_blocks = min(head_units < units ? __ldg(blob(p.blob.unit) + head_units) : blocks, p.ring_blocks);
     const int warps = gridDim.x * kPullWarps, my = warp * gridDim.x + blockIdx.x;
     const int head_rows = head_blocks * kBlockRows;
     for (int base = my; base < head_rows; base += warps * 32) {
       const int64_t row = base + int64_t(lane) * warps;
-      puller.batch(row < head_rows ? int(row) : -1, 1);
+      puller.batch(job, row < head_rows ? int(row) : -1, 1);
     }
     if (int(blockIdx.x) < p.comm_ctas) {
       // The rest in order, half a granule a batch.
       const int comm_warps = p.comm_ctas * kPullWarps, me = warp * p.comm_ctas + blockIdx.x;
-      for (int base = head_rows + me * 32; base < blocks * kBlockRows; base += comm_warps * 32) puller.batch(base + lane, 32);
+      for (int base = head_rows + me * 32; base < blocks * kBlockRows; base += comm_warps * 32) puller.batch(job, base + lane, 32);
     }
     puller.finish();
   }
@@ -128,49 +80,28 @@ struct Kernel {
   // ---- scheduler: one warp of CTA 0 ----
   __device__ void schedule_tiles() const {
     const int lane = threadIdx.x % 32;
-    Control* control = wait.control;
     const TicketOrder order{__ldg(p.schedule + kScheduleUnits), p.minibatch_units, n1(), n2()};
     const uint32_t total = uint32_t(order.total());
     const int blocks = __ldg(p.schedule + kScheduleBlocks);
-    for (int i = 0;; ++i) {
-      if (i > 0) ptx::mbarrier_wait(ptx::smem(&s.claim), (i - 1) & 1);
-      uint32_t ticket = 0;
-      if (lane == 0) {
-        ticket = ptx::fetch_add_relaxed_gpu(&control->ticket, 1);
-        if (workspace_dead(wait)) ticket = total;
-      }
-      ticket = __shfl_sync(~0u, ticket, 0);
-      TileInfo info{2, 0, 0, 0};
+    TileInfo info{};
+    for (int i = 0; info.phase != kNoMoreTiles; ++i) {
+      const uint32_t ticket = claim_ticket(s, i, &wait.control->ticket, total, wait);
+      info = {kNoMoreTiles};
       if (ticket < total) {
         const Tile tile = order.decode(int(ticket));
         const int block = __ldg(blob(p.blob.unit) + tile.unit);
-        const int word = __ldg(blob(p.blob.block) + block);
-        const int word2 = block + 1 < blocks ? __ldg(blob(p.blob.block) + block + 1) : -1;
-        const int rows = block_rows(word) + (word2 >= 0 && block_rows(word) == kBlockRows && block_expert(word2) == block_expert(word)
-                                                 ? block_rows(word2)
-                                                 : 0);
-        info = {tile.phase, tile.n, block, block_expert(word) << 16 | rows};
+        const int rows = unit_rows(blob(p.blob.block), block, blocks);
+        info = {tile.phase, tile.n, block, block_expert(__ldg(blob(p.blob.block) + block)), rows};
         const int left = rows - lane * kGranuleRows;  // rows of the granule that this lane waits for
         if (lane < kUnitRows / kGranuleRows && left > 0) {
           const int granule = block * 2 + lane;
-          if (tile.phase == 0)
+          if (tile.phase == kGemm1)
             wait_count(wait, MOK_PHASE_GEMM1, local<uint32_t>(p.offsets.x_ready) + granule, min(left, kGranuleRows));
           else
             wait_count(wait, MOK_PHASE_GEMM2, local<uint32_t>(p.offsets.act_done) + granule, n1());
         }
-        __syncwarp();
       }
-      if (lane < 2) {  // lane l tells CTA l
-        const int slot = i % kTileSlots;
-        const uint32_t at = ptx::map_to_cta(ptx::smem(&s.tiles[slot]), lane);
-        ptx::store_cluster(at, info.phase);
-        ptx::store_cluster(at + 4, info.n);
-        ptx::store_cluster(at + 8, info.block);
-        ptx::store_cluster(at + 12, info.expert_rows);
-        ptx::mbarrier_arrive_cluster(ptx::map_to_cta(ptx::smem(&s.tile_full[slot]), lane));
-      }
-      __syncwarp();
-      if (info.phase == 2) return;
+      announce_tile(s, i, info);
     }
   }
 
@@ -179,16 +110,15 @@ struct Kernel {
     StageCursor at;
     const char* act_ring = local<char>(p.offsets.act_ring);
     TileInfo tile;
-    for (int i = 0; next_tile(i, tile); ++i) {
+    for (int i = 0; next_tile(s, i, tile); ++i) {
       ptx::fence_proxy_async_global();  // the scheduler acquired the flags; our next accesses go through the async proxy
-      const int expert = tile.expert_rows >> 16;
-      const GranuleShare share = GranuleShare::make(tile.expert_rows & 0xffff, cta);
-      const int steps = (tile.phase == 0 ? p.hidden : p.intermediate) / kTileK;
-      const uint32_t bytes = share.count * (kABytes / 2) + 2 * kBHalfBytes;
+      const GranuleShare share = GranuleShare::make(tile.rows, cta);
+      const int steps = (tile.phase == kGemm1 ? p.hidden : p.intermediate) / kTileK;
+      const uint32_t bytes = share.count * kBoxBytes + 2 * kBHalfBytes;
       // Gate rows come from CTA 0, up rows from CTA 1; in GEMM 2 the two halves of the 256 columns.
-      const int w_row = tile.phase == 0 ? tile.n * kTileI + cta * p.intermediate : tile.n * kTileN + cta * (kTileN / 2);
-      const int w_expert = tile.phase == 0 ? p.w1_expert[expert] : p.w2_expert[expert];
-      const CUtensorMap* w_map = tile.phase == 0 ? &p.w1_map : &p.w2_map;
+      const int w_row = tile.phase == kGemm1 ? tile.n * kTileI + cta * p.intermediate : tile.n * kTileN + cta * (kTileN / 2);
+      const int w_expert = tile.phase == kGemm1 ? p.w1_expert[tile.expert] : p.w2_expert[tile.expert];
+      const CUtensorMap* w_map = tile.phase == kGemm1 ? &p.w1_map : &p.w2_map;
       int row[2];
       const char* act[2];
 #pragma unroll
@@ -196,7 +126,7 @@ struct Kernel {
         const int granule = share.first + g;
         const int block = tile.block + granule / 2, half = granule % 2;
         row[g] = block % p.ring_blocks * kBlockRows + half * kGranuleRows;
-        act[g] = act_ring + int64_t(block % p.act_blocks) * (p.intermediate / kTileK) * kABytes + half * (kABytes / 2);
+        act[g] = act_ring + int64_t(block % p.act_blocks) * (p.intermediate / kTileK) * kABytes + half * kBoxBytes;
       }
       const int claim_step = max(steps - kClaimAhead, 0);
       for (int k = 0; k < steps; ++k) {
@@ -207,10 +137,10 @@ struct Kernel {
 #pragma unroll
         for (int g = 0; g < 2; ++g) {
           if (g >= share.count) break;
-          if (tile.phase == 0)
-            ptx::tensor_load_2d(a + g * (kABytes / 2), &p.x_map, k * kTileK, row[g], full);
+          if (tile.phase == kGemm1)
+            ptx::tensor_load_2d(a + g * kBoxBytes, &p.x_map, k * kTileK, row[g], full);
           else
-            ptx::bulk_load(a + g * (kABytes / 2), act[g] + int64_t(k) * kABytes, kABytes / 2, full);
+            ptx::bulk_load(a + g * kBoxBytes, act[g] + int64_t(k) * kABytes, kBoxBytes, full);
         }
         ptx::tensor_load_3d_multicast(a + kABytes + cta * kBHalfBytes, w_map, k * kTileK, w_row, w_expert, full, 3);
         if (cta == 0 && k == claim_step) ptx::mbarrier_arrive(ptx::smem(&s.claim));
@@ -228,21 +158,20 @@ struct Kernel {
     const int act_images = p.intermediate / kTileK;
     uint32_t use = 0;
     TileInfo tile;
-    for (int i = 0; next_tile(i, tile); ++i) {
-      const int rows = tile.expert_rows & 0xffff;
-      const GranuleShare share = GranuleShare::make(rows, cta);
+    for (int i = 0; next_tile(s, i, tile); ++i) {
+      const GranuleShare share = GranuleShare::make(tile.rows, cta);
       for (int g = share.first; g < share.first + share.count; ++g) {
         const int block = tile.block + g / 2, half = g % 2;
-        if (tile.phase == 0) {
+        if (tile.phase == kGemm1) {
           if (lane == 0) {
             const int old = block - p.act_blocks;  // the block that had this slot before
             if (old >= 0 && block_rows(__ldg(blob(p.blob.block) + old)) > half * kGranuleRows)
               wait_count(wait, MOK_PHASE_ACT_RING, local<uint32_t>(p.offsets.y_done) + old * 2 + half, n2());
             ptx::fence_proxy_async_global();
             ptx::mbarrier_wait(full, use & 1);
-            char* image = act_ring + (int64_t(block % p.act_blocks) * act_images + tile.n * 2) * kABytes + half * (kABytes / 2);
-            ptx::bulk_store(image, staging, kABytes / 2);
-            ptx::bulk_store(image + kABytes, staging + kABytes / 2, kABytes / 2);
+            char* image = act_ring + (int64_t(block % p.act_blocks) * act_images + tile.n * 2) * kABytes + half * kBoxBytes;
+            ptx::bulk_store(image, staging, kBoxBytes);
+            ptx::bulk_store(image + kABytes, staging + kBoxBytes, kBoxBytes);
             ptx::bulk_commit();
             ptx::bulk_wait_read<0>();
             ptx::store_release_cta(released, use + 1);
@@ -281,61 +210,32 @@ struct Kernel {
   __device__ void compute_tiles() const {
     const int group = threadIdx.x / 128 - 1;  // consumer warpgroup
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    uint32_t own_empty = ptx::smem(s.empty), peer_empty = ptx::map_to_cta(own_empty, cta ^ 1);
+    const StageRelease release(s, cta);
     uint32_t uses = 0;  // of the staging buffer, by both warpgroups
     StageCursor at;
     TileInfo tile;
     float d[128];
-    // Every warp of both warpgroups of both CTAs frees a stage in both CTAs: B was multicast.
-    auto release = [&](int stage) {
-      if (lane == 0) ptx::mbarrier_arrive(own_empty + stage * 8);
-      if (lane == 1) ptx::mbarrier_arrive_relaxed_cluster(peer_empty + stage * 8);
-    };
-    for (int i = 0; next_tile(i, tile); ++i) {
-      const int expert = tile.expert_rows >> 16, rows = tile.expert_rows & 0xffff;
-      const GranuleShare share = GranuleShare::make(rows, cta);
-      const int steps = (tile.phase == 0 ? p.hidden : p.intermediate) / kTileK;
+    for (int i = 0; next_tile(s, i, tile); ++i) {
+      const GranuleShare share = GranuleShare::make(tile.rows, cta);
+      const int steps = (tile.phase == kGemm1 ? p.hidden : p.intermediate) / kTileK;
       const uint32_t use = uses + group;
       uses += share.count;
-      if (group >= share.count) {  // no rows for this warpgroup: only keep step
-        for (int k = 0; k < steps; ++k) {
-          ptx::mbarrier_wait(ptx::smem(&s.full[at.stage]), at.parity);
-          __syncwarp();
-          release(at.stage);
-          at.next();
-        }
+      if (group >= share.count) {
+        skip_stages(s, at, steps, release);
         continue;
       }
       const int granule = share.first + group;
       const int first_row = tile.block * kBlockRows + granule * kGranuleRows;  // padded row of the schedule
-      const int valid = min(rows - granule * kGranuleRows, kGranuleRows);
-      const int r0 = warp * 16 + lane / 4, r1 = r0 + 8;
+      const int valid = min(tile.rows - granule * kGranuleRows, kGranuleRows);
       float p0 = 0.f, p1 = 0.f;
-      if (tile.phase == 0) {
-        p0 = __int_as_float(__ldg(blob(p.blob.prob) + first_row + r0));
-        p1 = __int_as_float(__ldg(blob(p.blob.prob) + first_row + r1));
+      if (tile.phase == kGemm1) {
+        const int* prob = blob(p.blob.prob) + first_row + warp * 16 + lane / 4;
+        p0 = __int_as_float(__ldg(prob));
+        p1 = __int_as_float(__ldg(prob + 8));
       }
-      int previous = 0;
-      for (int k = 0; k < steps; ++k) {
-        ptx::mbarrier_wait(ptx::smem(&s.full[at.stage]), at.parity);
-        const uint32_t stage = ptx::smem(s.stages[at.stage]);
-        const uint64_t a = descriptor(stage + group * (kABytes / 2)), b = descriptor(stage + kABytes);
-        mma_fence();
-#pragma unroll
-        for (int kk = 0; kk < kTileK / 16; ++kk) mma_m64n256k16(d, a + kk * 2, b + kk * 2, k + kk > 0);
-        mma_commit();
-        if (k > 0) {
-          mma_wait<1>();
-          release(previous);
-        }
-        previous = at.stage;
-        at.next();
-      }
-      mma_wait<0>();
-      release(previous);
-      mma_pin(d);
-      if (tile.phase == 0)
-        finish_gemm1<kAct>(d, tile, expert, first_row, valid, p0, p1, use);
+      multiply<false, false>(d, s, at, steps, group, release);
+      if (tile.phase == kGemm1)
+        finish_gemm1<kAct>(d, tile, first_row, valid, p0, p1, use);
       else
         finish_gemm2(d, tile, granule, use);
     }
@@ -343,8 +243,8 @@ struct Kernel {
 
   // Rounds h, saves it, applies the activation and the probability, and leaves act as the two images that GEMM 2 loads.
   template <MokActivation kAct>
-  __device__ __forceinline__ void finish_gemm1(const float (&d)[128], const TileInfo& tile, int expert, int first_row, int valid,
-                                               float p0, float p1, uint32_t use) const {
+  __device__ __forceinline__ void finish_gemm1(const float (&d)[128], const TileInfo& tile, int first_row, int valid, float p0, float p1,
+                                               uint32_t use) const {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int r0 = warp * 16 + lane / 4;
     const bool ok0 = r0 < valid, ok1 = r0 + 8 < valid;
@@ -356,7 +256,7 @@ struct Kernel {
       h1[j] = ok1 ? pack_bf16(d[4 * j + 2], d[4 * j + 3]) : 0u;
     }
     if (p.h != nullptr) {
-      const int block_start = __ldg(blob(p.blob.block_start) + expert), group_start = __ldg(blob(p.blob.group_start) + expert);
+      const int block_start = __ldg(blob(p.blob.block_start) + tile.expert), group_start = __ldg(blob(p.blob.group_start) + tile.expert);
       const int group = group_start + (first_row - block_start * kBlockRows + warp * 16) / kGroupRows;
       uint4* to = reinterpret_cast<uint4*>(p.h) + (int64_t(group) * n1() + tile.n) * 256 + lane;
       if (warp * 16 < valid && group < p.save_groups) {
@@ -378,69 +278,28 @@ struct Kernel {
       act0[j] = pack_bf16(a, b);
       act1[j] = pack_bf16(c, e);
     }
-    ptx::wait_shared_count(ptx::smem(&s.staging_released), use);
-    const int row = warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7);
+    await_staging(s, use);
+    const int row = matrix_row();
     const uint32_t to = ptx::smem(s.staging) + row * 128;
 #pragma unroll
     for (int j = 0; j < 16; j += 2) {
-      const int unit = j + (lane >> 4);  // 16-byte column of this lane's matrix
-      ptx::store_matrix_x4(to + (unit >> 3) * (kABytes / 2) + (((unit & 7) ^ (row & 7)) << 4), act0[j], act1[j], act0[j + 1],
+      const int unit = j + matrix_column();
+      ptx::store_matrix_x4(to + (unit >> 3) * kBoxBytes + (((unit & 7) ^ (row & 7)) << 4), act0[j], act1[j], act0[j + 1],
                            act1[j + 1]);
     }
-    ptx::fence_proxy_async_shared();
-    ptx::mbarrier_arrive(ptx::smem(&s.staging_full));
+    hand_over_staging(s);
   }
 
   __device__ __forceinline__ void finish_gemm2(const float (&d)[128], const TileInfo& tile, int granule, uint32_t use) const {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     // The act rows of this granule have been read by this tile: loads complete before their stage is full.
     if (threadIdx.x % 128 == 0) ptx::add_relaxed_gpu(local<uint32_t>(p.offsets.y_done) + tile.block * 2 + granule, 1);
-    ptx::wait_shared_count(ptx::smem(&s.staging_released), use);
-    const int row = warp * 16 + (lane >> 3 & 1) * 8 + (lane & 7);
-    const uint32_t to = ptx::smem(s.staging) + row * kStagingPitch + (lane >> 4) * 16;
+    await_staging(s, use);
+    const uint32_t to = ptx::smem(s.staging) + matrix_row() * kStagingPitch + matrix_column() * 16;
 #pragma unroll
     for (int j = 0; j < 32; j += 2)
       ptx::store_matrix_x4(to + j * 16, pack_bf16(d[4 * j], d[4 * j + 1]), pack_bf16(d[4 * j + 2], d[4 * j + 3]),
                            pack_bf16(d[4 * j + 4], d[4 * j + 5]), pack_bf16(d[4 * j + 6], d[4 * j + 7]));
-    ptx::fence_proxy_async_shared();
-    ptx::mbarrier_arrive(ptx::smem(&s.staging_full));
-  }
-
-  // ---- combine: all peers have pushed; out[t] = sum over k ascending, fp32, one rounding ----
-  __device__ void reduce() const {
-    const char* slots = reinterpret_cast<const char*>(p.peers[p.rank]) + p.symmetric.slots;
-    const uint32_t vectors = p.hidden / 8;  // of 16 bytes a row
-    const int64_t count = p.num_tokens * vectors;
-    for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += int64_t(gridDim.x) * kThreads) {
-      const int64_t token = i / vectors;
-      const int64_t column = i - token * vectors;
-      const int* ids = p.ids + token * p.top_k;
-      const uint4* from = reinterpret_cast<const uint4*>(slots) + token * p.top_k * vectors + column;
-      float sum[8] = {};
-      constexpr int kAhead = 4;
-      for (int k = 0; k < p.top_k; k += kAhead) {
-        uint4 v[kAhead];
-        bool has[kAhead];
-#pragma unroll
-        for (int a = 0; a < kAhead; ++a) {
-          has[a] = k + a < p.top_k && uint32_t(__ldg(ids + k + a)) < uint32_t(p.experts);
-          if (has[a]) v[a] = __ldcg(from + int64_t(k + a) * vectors);
-        }
-#pragma unroll
-        for (int a = 0; a < kAhead; ++a) {
-          if (!has[a]) continue;
-          const uint32_t w[4] = {v[a].x, v[a].y, v[a].z, v[a].w};
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            const float2 f = unpack_bf16(w[c]);
-            sum[2 * c] += f.x;
-            sum[2 * c + 1] += f.y;
-          }
-        }
-      }
-      reinterpret_cast<uint4*>(p.out)[i] =
-          make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
-    }
+    hand_over_staging(s);
   }
 };
 
@@ -455,16 +314,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) forward
                 int(ptx::cluster_cta_rank())};
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(ptx::smem(&s.full[i]), 1);
-      ptx::mbarrier_init(ptx::smem(&s.empty[i]), 16);  // 2 CTAs x 2 warpgroups x 4 warps
-    }
-    for (int i = 0; i < kTileSlots; ++i) ptx::mbarrier_init(ptx::smem(&s.tile_full[i]), 1);
-    ptx::mbarrier_init(ptx::smem(&s.staging_full), 128);
-    s.staging_released = 0;
-    ptx::mbarrier_init(ptx::smem(&s.claim), 1);
-    for (int i = 0; i < kPullWarps * kPullStages; ++i) ptx::mbarrier_init(ptx::smem(s.pull_barriers) + i * 8, 1);
-    ptx::fence_mbarrier_init_cluster();
+    init_barriers(s);
     ptx::prefetch_tensor_map(&p.x_map);
     ptx::prefetch_tensor_map(&p.w1_map);
     ptx::prefetch_tensor_map(&p.w2_map);
@@ -495,15 +345,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) forward
     ptx::cluster_wait();
     ptx::set_max_registers_down<168>();
   }
-  // The cluster barrier also is this CTA's: its pushes are complete. The last CTA of the rank tells every peer.
+  // The cluster barrier also was this CTA's: its pushes are complete.
   const uint64_t expected = stamp(ptx::load_relaxed_gpu(&control->call), kCallForward, p.layer);
-  if (threadIdx.x == 0 && ptx::fetch_add_acq_rel_gpu(&control->finished, 1) == gridDim.x - 1 && !workspace_dead(kernel.wait)) {
-    for (int r = 0; r < p.ranks; ++r) ptx::store_release_sys(&reinterpret_cast<Flags*>(p.peers[r])->done[p.rank], expected);
-  }
-  bool ok = true;
-  if (int(threadIdx.x) < p.ranks)
-    ok = wait_stamp(kernel.wait, MOK_PHASE_COMBINE, &flags->done[threadIdx.x], threadIdx.x, expected);
-  if (__syncthreads_and(ok)) kernel.reduce();
+  if (finish_call(kernel.wait, &control->finished, expected))
+    reduce_slots(reinterpret_cast<const char*>(p.peers[p.rank]) + p.symmetric.slots, p.ids, p.out, p.num_tokens, p.top_k, p.hidden,
+                 p.experts);
 }
 
 template <MokActivation kAct>
@@ -539,7 +385,7 @@ int launch_forward(const MokForwardArgs& args, cudaStream_t stream) {
   p.num_tokens = args.num_tokens;
   p.blob = ScheduleLayout::make(problem.num_ranks, problem.max_tokens, problem.top_k, local_experts);
   p.symmetric = SymmetricLayout::make(problem.num_ranks, problem.max_tokens, problem.top_k, problem.hidden);
-  p.offsets = LocalLayout::make(problem, sizes.ring_blocks, sizes.act_blocks);
+  p.offsets = LocalLayout::make(problem, sizes);
   p.minibatch_units = sizes.minibatch_units;
   p.ring_blocks = sizes.ring_blocks;
   p.act_blocks = sizes.act_blocks;

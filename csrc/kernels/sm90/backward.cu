@@ -1,0 +1,746 @@
+// The backward megakernel on SM90: publish dy and x, pull both, and per segment of an expert's rows
+//   kRecompute  h = x W1^T, where it was not saved
+//   kDAct       d_act = dy W2, with the activation's gradient, act and the router gradient's parts in the epilogue
+//   kDx         dx rows = dh W1, pushed to their owners
+//   kDw1, kDw2  dW1 = dh^T x, dW2 = dy^T act, K running over the segment's rows
+// in one launch. Roles and pipeline as in the forward (pipeline.cuh); order of tickets and why it cannot deadlock: Segment.
+//
+// dh is kept as [rows][I/128][gate 128 | up 128], so that one tile of d_act leaves whole 512-byte pieces; the K steps of dx and the
+// row tiles of dW1 follow that order. Rows of x and dy that pad a granule are zeros, so they add nothing to a weight gradient.
+// Legend: T tokens, K experts a token, H hidden, I intermediate, L local experts; unit, block, granule, group: constants.h.
+#include <cuda_bf16.h>
+
+#include "kernels/backward_params.h"
+#include "kernels/launch.h"
+#include "kernels/sm90/pipeline.cuh"
+#include "kernels/tensor_map.h"
+
+namespace mok::sm90 {
+namespace {
+
+enum Phase { kRecompute, kDAct, kDx, kDw1, kDw2 };
+
+struct Kernel {
+  const BackwardParams& p;
+  Smem& s;
+  WaitContext wait;
+  const int cta;  // in the cluster
+
+  __device__ const int* blob(int64_t word) const { return p.schedule + word; }
+  template <class T>
+  __device__ T* local(int64_t offset) const {
+    return reinterpret_cast<T*>(p.local + offset);
+  }
+  __device__ uint32_t* counter(int64_t offset) const { return local<uint32_t>(offset); }
+  __device__ int h_tiles() const { return p.intermediate / kTileI; }
+  __device__ int act_tiles() const { return ceil_div(p.intermediate, kTileN); }
+  __device__ int hidden_tiles() const { return ceil_div(p.hidden, kTileN); }
+  // Tiles of dx a unit; where only dp is wanted, one that carries it.
+  __device__ int dx_tiles() const { return p.needs & MOK_NEED_DX ? hidden_tiles() : (p.needs & MOK_NEED_DP ? 1 : 0); }
+  __device__ int dw1_tiles() const { return p.want_dw1 ? h_tiles() * hidden_tiles() : 0; }
+  __device__ int dw2_tiles() const { return p.want_dw2 ? hidden_tiles() * act_tiles() : 0; }
+  __device__ Segment after(const Segment& segment) const { return Segment::after(segment, p.schedule, p.blob, p.segment_units); }
+
+  // Does h of this unit have to be computed again?
+  __device__ bool recomputes(int expert, int block, int rows) const {
+    const int first = __ldg(blob(p.blob.group_start) + expert) +
+                      (block - __ldg(blob(p.blob.block_start) + expert)) * (kBlockRows / kGroupRows);
+    return first + ceil_div(rows, kGroupRows) > p.save_groups;
+  }
+
+  // ---- publication: this rank's counters, dy and x; every rank's word ----
+  __device__ void publish(uint64_t expected) const {
+    const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x, threads = int64_t(gridDim.x) * kThreads;
+    const int blocks = workspace_dead(wait) ? 0 : __ldg(p.schedule + kScheduleBlocks);
+    const auto& o = p.offsets.backward;
+    for (const int64_t offset : {o.dy_ready, o.x_ready, o.h_done, o.dact_done, o.segment_read, o.segment_stored})
+      for (int64_t i = thread; i < 2 * blocks; i += threads) counter(offset)[i] = 0;
+    if (p.ranks > 1) {
+      char* mine = reinterpret_cast<char*>(p.peers[p.rank]);
+      uint4* to[2] = {reinterpret_cast<uint4*>(mine + p.symmetric.dy), reinterpret_cast<uint4*>(mine + p.symmetric.x)};
+      const uint4* from[2] = {reinterpret_cast<const uint4*>(p.dy), reinterpret_cast<const uint4*>(p.x)};
+      const int64_t vectors = p.num_tokens * (p.hidden / 8);
+      constexpr int kInFlight = 4;
+      for (int side = 0; side < 2; ++side) {
+        for (int64_t i = thread; i < vectors; i += kInFlight * threads) {
+          uint4 v[kInFlight];
+#pragma unroll
+          for (int j = 0; j < kInFlight; ++j)
+            if (i + j * threads < vectors) v[j] = __ldcs(from[side] + i + j * threads);
+#pragma unroll
+          for (int j = 0; j < kInFlight; ++j)
+            if (i + j * threads < vectors) to[side][i + j * threads] = v[j];
+        }
+      }
+      ptx::fence_proxy_async_global();  // peers read both by bulk copies
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && ptx::fetch_add_acq_rel_sys(&wait.control->backward_arrived, 1) == gridDim.x - 1)
+      for (int r = 0; r < p.ranks; ++r)
+        ptx::store_release_sys(&reinterpret_cast<Flags*>(p.peers[r])->published[p.rank], expected);
+    if (int(threadIdx.x) < p.ranks)
+      wait_stamp(wait, MOK_PHASE_PUBLISH, &wait.flags->published[threadIdx.x], threadIdx.x, expected);
+    __syncthreads();
+    ptx::fence_proxy_async_global();
+  }
+
+  // ---- dispatch ----
+  __device__ PullJob job(const char* rows, int64_t peer_offset, int64_t ring, int64_t ready) const {
+    PullJob job{};
+    job.zero_padding = true;
+    job.ring = local<char>(ring);
+    job.row_bytes = int64_t(p.hidden) * 2;
+    job.ring_blocks = p.ring_blocks;
+    job.top_k = p.top_k;
+    job.schedule_src = blob(p.blob.src);
+    job.schedule_slot = blob(p.blob.slot);
+    job.block_words = blob(p.blob.block);
+    job.ready = counter(ready);
+    job.local_rank = p.rank;
+    job.local_rows = rows;
+    job.peers = p.peers;
+    job.peer_offset = peer_offset;
+    return job;
+  }
+
+  __device__ void pull() const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp >= kPullWarps || workspace_dead(wait)) return;
+    const int blocks = __ldg(p.schedule + kScheduleBlocks), units = __ldg(p.schedule + kScheduleUnits);
+    if (blocks == 0) return;
+    const auto& o = p.offsets.backward;
+    const PullJob dy = job(p.dy, p.symmetric.dy, o.dy_ring, o.dy_ready), x = job(p.x, p.symmetric.x, o.x_ring, o.x_ready);
+    // A slot is free when every tile of the segment that had it has read it.
+    Segment old = after(Segment{});
+    auto free = [&](int granule) {
+      while (granule / 2 >= old.block + old.blocks()) old = after(old);
+      return SlotFree{counter(o.segment_read) + old.index,
+                      2u * uint32_t(old.units * dx_tiles() + dw1_tiles() + dw2_tiles())};
+    };
+    RowPuller puller(wait, ptx::smem(s.stages), ptx::smem(s.pull_barriers), ptx::smem(s.staging), warp, free);
+
+    // dy of the units that the first tickets need, row by row over all CTAs: the kernel starts at memory speed.
+    const int clusters = gridDim.x / 2;
+    const int quads = ceil_div(clusters, QuadTile::kQuad * act_tiles());
+    const int head_units = min(units, quads * QuadTile::kQuad);
+    const int head_rows = min(head_units < units ? __ldg(blob(p.blob.unit) + head_units) : blocks, p.ring_blocks) * kBlockRows;
+    const int warps = gridDim.x * kPullWarps, my = warp * gridDim.x + blockIdx.x;
+    for (int base = my; base < head_rows; base += warps * 32) {
+      const int64_t row = base + int64_t(lane) * warps;
+      puller.batch(dy, row < head_rows ? int(row) : -1, 1);
+    }
+    if (int(blockIdx.x) < p.comm_ctas) {
+      const int comm_warps = p.comm_ctas * kPullWarps, me = warp * p.comm_ctas + blockIdx.x;
+      for (int base = me * 32; base < blocks * kBlockRows; base += comm_warps * 32) {
+        if (base >= head_rows) puller.batch(dy, base + lane, 32);
+        puller.batch(x, base + lane, 32);
+      }
+    }
+    puller.finish();
+  }
+
+  // ---- scheduler: one warp of CTA 0 ----
+  __device__ void await_granules(uint32_t phase, int64_t offset, int block, int rows, uint32_t expected) const {
+    for (int g = threadIdx.x % 32; g * kGranuleRows < rows; g += 32)
+      wait_count(wait, phase, counter(offset) + block * 2 + g, expected);
+  }
+
+  __device__ void schedule_tiles() const {
+    const auto& o = p.offsets.backward;
+    const int blocks = __ldg(p.schedule + kScheduleBlocks);
+    const int dw_tiles = dw1_tiles() + dw2_tiles();
+    Segment current = after(Segment{}), previous{};
+    int again = 0;       // units of `current` whose h is computed again: its last ones
+    uint32_t base = 0;   // first ticket of the round
+    auto count_again = [&] {
+      again = 0;
+      for (int u = current.units; u-- > 0; ++again) {
+        const int block = current.block + 2 * u;
+        if (!recomputes(current.expert, block, min(current.rows - u * kUnitRows, kUnitRows))) break;
+      }
+    };
+    count_again();
+    TileInfo info{};
+    for (int i = 0; info.phase != kNoMoreTiles; ++i) {
+      const uint32_t ticket = claim_ticket(s, i, &wait.control->backward_ticket, ~0u, wait);
+      info = {kNoMoreTiles};
+      while (ticket != ~0u && (current.units > 0 || previous.units > 0)) {
+        const int in_round = again * h_tiles() + previous.units * dx_tiles() + current.units * act_tiles() +
+                             (previous.units > 0 ? dw_tiles : 0);
+        if (ticket - base >= uint32_t(in_round)) {
+          base += in_round;
+          previous = current;
+          current = after(current);
+          count_again();
+          continue;
+        }
+        int t = int(ticket - base);
+        const auto unit_tile = [&](int phase, const Segment& segment, int first, int units, int columns) {
+          const QuadTile tile = QuadTile::make(t, units, columns);
+          const int block = segment.block + 2 * (first + tile.unit);
+          info = {phase, tile.n, block, segment.expert, unit_rows(blob(p.blob.block), block, blocks), segment.index};
+        };
+        if (t < again * h_tiles()) {
+          unit_tile(kRecompute, current, current.units - again, again, h_tiles());
+          await_granules(MOK_PHASE_GEMM1, o.x_ready, info.block, info.rows, kGranuleRows);
+        } else if ((t -= again * h_tiles()) < previous.units * dx_tiles()) {
+          unit_tile(kDx, previous, 0, previous.units, dx_tiles());
+          await_granules(MOK_PHASE_GEMM2, o.dact_done, info.block, info.rows, act_tiles());
+        } else if ((t -= previous.units * dx_tiles()) < current.units * act_tiles()) {
+          unit_tile(kDAct, current, 0, current.units, act_tiles());
+          await_granules(MOK_PHASE_GEMM1, o.dy_ready, info.block, info.rows, kGranuleRows);
+          if (recomputes(info.expert, info.block, info.rows))
+            await_granules(MOK_PHASE_GEMM1, o.h_done, info.block, info.rows, h_tiles());
+        } else {
+          t -= current.units * act_tiles();
+          const bool dw1 = t < dw1_tiles();
+          const BandedTile tile = dw1 ? BandedTile::make(t, h_tiles(), hidden_tiles())
+                                      : BandedTile::make(t - dw1_tiles(), hidden_tiles(), act_tiles());
+          info = {dw1 ? kDw1 : kDw2, tile.row << 16 | tile.column, previous.block, previous.expert, previous.rows,
+                  previous.index << 1 | (previous.first ? 1 : 0)};
+          await_granules(MOK_PHASE_GEMM2, o.dact_done, info.block, info.rows, act_tiles());
+          if (dw1) await_granules(MOK_PHASE_GEMM2, o.x_ready, info.block, info.rows, kGranuleRows);
+          // Turns of one expert add in order.
+          if (!previous.first && threadIdx.x % 32 == 0)
+            wait_count(wait, MOK_PHASE_GEMM2, counter(o.segment_stored) + previous.index - 1, 2 * dw_tiles);
+        }
+        break;
+      }
+      announce_tile(s, i, info);
+    }
+  }
+
+  // ---- what a tile is to this CTA ----
+  struct Work {
+    GranuleShare share;
+    int steps;
+    int uses;        // of the staging buffer, by each warpgroup that has rows
+    int output_row;  // weight gradients: first row of this CTA's 128
+    int column;      // first output column
+  };
+  __device__ Work work(const TileInfo& tile) const {
+    Work w{GranuleShare::make(tile.rows, cta), p.hidden / kTileK, 0, 0, tile.n * kTileN};
+    switch (tile.phase) {
+      case kDAct: w.uses = 2 + (tile.n * 2 + 1 < h_tiles()); break;  // dh of one or two tiles of I, act
+      case kDx: w.steps = p.intermediate * 2 / kTileK, w.uses = 1; break;
+      case kDw1:
+      case kDw2: {
+        const bool dw1 = tile.phase == kDw1;
+        const int row = tile.n >> 16;
+        w.output_row = dw1 ? cta * p.intermediate + row * kTileI : row * kUnitRows + cta * kBlockRows;
+        w.column = (tile.n & 0xffff) * kTileN;
+        w.share = {0, dw1 || w.output_row < p.hidden ? 2 : 0};
+        w.steps = ceil_div(tile.rows, kGranuleRows);
+        w.uses = (dw1 ? p.dw1_fp32 : p.dw2_fp32) ? 2 : 1;  // 128 columns of fp32 or 256 of bf16 each
+        break;
+      }
+    }
+    return w;
+  }
+  __device__ int ring_row(int block, int granule) const {
+    return (block + granule / 2) % p.ring_blocks * kBlockRows + granule % 2 * kGranuleRows;
+  }
+
+  // ---- producer: one thread ----
+  __device__ void load_tiles() const {
+    StageCursor at;
+    TileInfo tile;
+    for (int i = 0; next_tile(s, i, tile); ++i) {
+      ptx::fence_proxy_async_global();  // the scheduler acquired the flags; our next accesses go through the async proxy
+      const Work w = work(tile);
+      const uint32_t bytes = w.share.count * kBoxBytes + 2 * kBHalfBytes;
+      const int column = w.column + cta * (kTileN / 2);  // of this CTA's half of B
+      const int expert1 = p.w1_expert[tile.expert], expert2 = p.w2_expert[tile.expert];
+      const CUtensorMap* a_map = tile.phase == kRecompute ? &p.x_map
+                                 : tile.phase == kDAct || tile.phase == kDw2 ? &p.dy_map
+                                                                             : &p.dh_map;
+      const bool weight_gradient = tile.phase >= kDw1;
+      // Column of A: dh keeps gate and up of 128 columns of I side by side.
+      const int a_column = tile.phase == kDw1 ? (tile.n >> 16) * kTileN + cta * kTileI : w.output_row;
+      const int row[2] = {ring_row(tile.block, w.share.first), ring_row(tile.block, w.share.first + 1)};
+      const int claim_step = max(w.steps - kClaimAhead, 0);
+      for (int k = 0; k < w.steps; ++k) {
+        const uint32_t full = ptx::smem(&s.full[at.stage]);
+        const uint32_t a = ptx::smem(s.stages[at.stage]), b = a + kABytes + cta * kBHalfBytes;
+        ptx::mbarrier_wait(ptx::smem(&s.empty[at.stage]), at.parity ^ 1);
+        ptx::mbarrier_expect_tx(full, bytes);
+        const int k_row = weight_gradient ? ring_row(tile.block, k) : 0;
+#pragma unroll
+        for (int g = 0; g < 2; ++g) {
+          if (g >= w.share.count) break;
+          if (weight_gradient)
+            ptx::tensor_load_2d(a + g * kBoxBytes, a_map, a_column + g * kTileK, k_row, full);
+          else
+            ptx::tensor_load_2d(a + g * kBoxBytes, a_map, k * kTileK, row[g], full);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const uint32_t to = b + j * kBoxBytes;
+          switch (tile.phase) {
+            case kRecompute:
+              ptx::tensor_load_3d_multicast(to, &p.w1_map, k * kTileK, tile.n * kTileI + cta * p.intermediate + j * kTileK, expert1,
+                                            full, 3);
+              break;
+            case kDAct:
+              ptx::tensor_load_3d_multicast(to, &p.w2_map, column + j * kTileK, k * kTileK, expert2, full, 3);
+              break;
+            case kDx: {
+              const int w1_row = k / 4 * kTileI + (k & 2 ? p.intermediate : 0) + (k & 1) * kTileK;
+              ptx::tensor_load_3d_multicast(to, &p.w1_map, column + j * kTileK, w1_row, expert1, full, 3);
+              break;
+            }
+            case kDw1: ptx::tensor_load_2d_multicast(to, &p.x_map, column + j * kTileK, k_row, full, 3); break;
+            case kDw2: ptx::tensor_load_2d_multicast(to, &p.act_map, column + j * kTileK, k_row, full, 3); break;
+          }
+        }
+        if (cta == 0 && k == claim_step) ptx::mbarrier_arrive(ptx::smem(&s.claim));
+        at.next();
+      }
+    }
+  }
+
+  // ---- store warp ----
+  __device__ void store_tiles() const {
+    const auto& o = p.offsets.backward;
+    const int lane = threadIdx.x % 32;
+    const uint32_t staging = ptx::smem(s.staging), full = ptx::smem(&s.staging_full), released = ptx::smem(&s.staging_released);
+    uint32_t use = 0;
+    TileInfo tile;
+    for (int i = 0; next_tile(s, i, tile); ++i) {
+      const Work w = work(tile);
+      const bool weight_gradient = tile.phase >= kDw1;
+      const bool fp32 = tile.phase == kDw1 ? p.dw1_fp32 : p.dw2_fp32;
+      const bool add = p.accumulate || !(tile.extra & 1);
+      if (w.uses > 0) {
+        for (int g = w.share.first; g < w.share.first + w.share.count; ++g) {
+          for (int part = 0; part < w.uses; ++part, ++use) {
+            char* target[2];
+            uint32_t bytes;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              const int row = r * 32 + lane;
+              const int padded = tile.block * kBlockRows + g * kGranuleRows + row;
+              const int64_t ring = ring_row(tile.block, g) + row;
+              if (tile.phase == kDAct) {
+                const bool act = part == w.uses - 1;
+                const int width = act ? min(kTileN, p.intermediate - w.column) : kTileN;
+                bytes = width * 2;
+                target[r] = act ? local<char>(o.act_ring) + (ring * p.intermediate + w.column) * 2
+                                : local<char>(o.dh_ring) + (ring * p.intermediate + (tile.n * 2 + part) * kTileI) * 4;
+              } else if (tile.phase == kDx) {
+                const int src = __ldg(blob(p.blob.src) + padded), slot = __ldg(blob(p.blob.slot) + padded);
+                bytes = min(kTileN, p.hidden - w.column) * 2;
+                target[r] = src < 0 || !(p.needs & MOK_NEED_DX)
+                                ? nullptr
+                                : reinterpret_cast<char*>(p.peers[src]) + p.symmetric.slots +
+                                      (int64_t(slot) * p.hidden + w.column) * 2;
+              } else {
+                const bool dw1 = tile.phase == kDw1;
+                const int columns = dw1 ? p.hidden : p.intermediate, column = w.column + part * (kTileN / 2);
+                const int width = min(fp32 ? kTileN / 2 : kTileN, columns - column), element = fp32 ? 4 : 2;
+                bytes = width > 0 ? width * element : 0;
+                char* base = reinterpret_cast<char*>(dw1 ? p.dw1[tile.expert] : p.dw2[tile.expert]);
+                target[r] = width > 0 ? base + (int64_t(w.output_row + g * kGranuleRows + row) * columns + column) * element : nullptr;
+              }
+            }
+            ptx::mbarrier_wait(full, use & 1);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              if (!target[r]) continue;
+              const uint32_t from = staging + (r * 32 + lane) * kStagingPitch;
+              if (!weight_gradient || !add)
+                ptx::bulk_store(target[r], from, bytes);
+              else if (fp32)
+                ptx::bulk_add_f32(target[r], from, bytes);
+              else
+                ptx::bulk_add_bf16(target[r], from, bytes);
+            }
+            ptx::bulk_commit();
+            ptx::bulk_wait_read<0>();
+            __syncwarp();  // no lane runs ahead: a parity tells two neighbouring uses apart, no more
+            if (lane == 0) ptx::store_release_cta(released, use + 1);
+          }
+          if (tile.phase == kDAct) {
+            ptx::bulk_wait<0>();
+            __syncwarp();
+            if (lane == 0) ptx::add_release_gpu(counter(o.dact_done) + tile.block * 2 + g, 1);
+          }
+        }
+      }
+      if (weight_gradient) {
+        ptx::bulk_wait<0>();
+        __syncwarp();
+        if (lane == 0) ptx::add_release_gpu(counter(o.segment_stored) + (tile.extra >> 1), 1);
+      }
+    }
+    ptx::bulk_wait<0>();
+    __syncwarp();
+  }
+
+  // ---- consumers ----
+  template <MokActivation kAct>
+  __device__ void compute_tiles() const {
+    const auto& o = p.offsets.backward;
+    const int group = threadIdx.x / 128 - 1;  // consumer warpgroup
+    const StageRelease release(s, cta);
+    uint32_t uses = 0;  // of the staging buffer, by both warpgroups
+    StageCursor at;
+    TileInfo tile;
+    float d[128];
+    for (int i = 0; next_tile(s, i, tile); ++i) {
+      const Work w = work(tile);
+      const uint32_t use = uses + group * w.uses;
+      uses += w.share.count * w.uses;
+      if (group >= w.share.count) {
+        skip_stages(s, at, w.steps, release);
+      } else {
+        const int granule = w.share.first + group;
+        if (tile.phase == kRecompute || tile.phase == kDAct) {
+          if (tile.phase == kRecompute) {
+            multiply<false, false>(d, s, at, w.steps, group, release);
+            keep_h(d, tile, granule);
+          } else {
+            multiply<false, true>(d, s, at, w.steps, group, release);
+            finish_dact<kAct>(d, tile, granule, use, w.uses);
+          }
+        } else if (tile.phase == kDx) {
+          if (tile.n == 0 && (p.needs & MOK_NEED_DP)) push_dp(tile, granule);
+          multiply<false, true>(d, s, at, w.steps, group, release);
+          stage_bf16(d, use);
+        } else {
+          multiply<true, true>(d, s, at, w.steps, group, release);
+          if (tile.phase == kDw1 ? p.dw1_fp32 : p.dw2_fp32)
+            stage_fp32(d, use);
+          else
+            stage_bf16(d, use);
+        }
+      }
+      // This CTA's loads of the tile are complete: they are, before their stages are full.
+      if (tile.phase >= kDx && threadIdx.x == 128)
+        ptx::add_relaxed_gpu(counter(o.segment_read) + (tile.phase == kDx ? tile.extra : tile.extra >> 1), 1);
+    }
+  }
+
+  __device__ __forceinline__ void stage_bf16(const float (&d)[128], uint32_t use) const {
+    await_staging(s, use);
+    const uint32_t to = ptx::smem(s.staging) + matrix_row() * kStagingPitch + matrix_column() * 16;
+#pragma unroll
+    for (int j = 0; j < 32; j += 2)
+      ptx::store_matrix_x4(to + j * 16, pack_bf16(d[4 * j], d[4 * j + 1]), pack_bf16(d[4 * j + 2], d[4 * j + 3]),
+                           pack_bf16(d[4 * j + 4], d[4 * j + 5]), pack_bf16(d[4 * j + 6], d[4 * j + 7]));
+    hand_over_staging(s);
+  }
+
+  __device__ __forceinline__ void stage_fp32(const float (&d)[128], uint32_t use) const {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    char* to = s.staging + (warp * 16 + lane / 4) * kStagingPitch + lane % 4 * 8;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      await_staging(s, use + part);
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        const int a = (part * 16 + j) * 4;
+        *reinterpret_cast<float2*>(to + j * 32) = make_float2(d[a], d[a + 1]);
+        *reinterpret_cast<float2*>(to + 8 * kStagingPitch + j * 32) = make_float2(d[a + 2], d[a + 3]);
+      }
+      hand_over_staging(s);
+    }
+  }
+
+  // Where the h of a group of 8 rows and a tile of 128 columns of I lies: 8 vectors of 32 lanes x 16 bytes.
+  __device__ uint4* ring_h(int block, int row, int tile_of_i) const {
+    const int64_t group = (int64_t(block % p.ring_blocks) * kBlockRows + row) / kGroupRows;
+    return local<uint4>(p.offsets.backward.h_ring) + (group * h_tiles() + tile_of_i) * 256;
+  }
+
+  // As the forward saves it (forward.cu, finish_gemm1), into the ring.
+  __device__ __forceinline__ void keep_h(const float (&d)[128], const TileInfo& tile, int granule) const {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int block = tile.block + granule / 2, row = granule % 2 * kGranuleRows + warp * 16;
+    uint4 *to0 = ring_h(block, row, tile.n) + lane, *to1 = ring_h(block, row + 8, tile.n) + lane;
+#pragma unroll
+    for (int v = 0; v < 8; ++v) {
+      uint32_t a[4], b[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int j = 4 * v + i;
+        a[i] = pack_bf16(d[4 * j], d[4 * j + 1]);
+        b[i] = pack_bf16(d[4 * j + 2], d[4 * j + 3]);
+      }
+      to0[v * 32] = make_uint4(a[0], a[1], a[2], a[3]);
+      to1[v * 32] = make_uint4(b[0], b[1], b[2], b[3]);
+    }
+    ptx::named_barrier(1 + threadIdx.x / 128, 128);
+    if (threadIdx.x % 128 == 0) ptx::add_release_gpu(counter(p.offsets.backward.h_done) + tile.block * 2 + granule, 1);
+  }
+
+  template <MokActivation kAct>
+  __device__ __forceinline__ void finish_dact(float (&d)[128], const TileInfo& tile, int granule, uint32_t use, int parts) const {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int valid = min(tile.rows - granule * kGranuleRows, kGranuleRows);
+    const int r0 = warp * 16 + lane / 4;
+    const bool ok0 = r0 < valid, ok1 = r0 + 8 < valid;
+    const int padded = tile.block * kBlockRows + granule * kGranuleRows + r0;
+    const float p0 = __int_as_float(__ldg(blob(p.blob.prob) + padded)), p1 = __int_as_float(__ldg(blob(p.blob.prob) + padded + 8));
+    const int group = __ldg(blob(p.blob.group_start) + tile.expert) +
+                      ((tile.block - __ldg(blob(p.blob.block_start) + tile.expert)) * kBlockRows + granule * kGranuleRows + warp * 16) /
+                          kGroupRows;
+    const int block = tile.block + granule / 2, row = granule % 2 * kGranuleRows + warp * 16;
+    auto source = [&](int g, int tile_of_i) {  // g: 0 for r0's group of rows, 1 for the next
+      const uint4* saved = reinterpret_cast<const uint4*>(p.h) + (int64_t(group + g) * h_tiles() + tile_of_i) * 256;
+      return (group + g < p.save_groups ? saved : ring_h(block, row + g * 8, tile_of_i)) + lane;
+    };
+    const bool any0 = warp * 16 < valid, any1 = warp * 16 + 8 < valid;  // groups past the end were never written
+    float dp0 = 0.f, dp1 = 0.f;
+    uint32_t act[2][32];  // [row][pair of columns]
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int tile_of_i = tile.n * 2 + half;
+      const bool exists = tile_of_i < h_tiles();
+      const uint4 *from0 = source(0, tile_of_i), *from1 = source(1, tile_of_i);
+      const uint4 none = make_uint4(0, 0, 0, 0);
+      uint32_t dgate[2][16], dup[2][16];
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        const uint4 g0 = exists && any0 ? __ldcg(from0 + v * 32) : none, u0 = exists && any0 ? __ldcg(from0 + (v + 4) * 32) : none;
+        const uint4 g1 = exists && any1 ? __ldcg(from1 + v * 32) : none, u1 = exists && any1 ? __ldcg(from1 + (v + 4) * 32) : none;
+        const uint32_t gate[2][4] = {{g0.x, g0.y, g0.z, g0.w}, {g1.x, g1.y, g1.z, g1.w}};
+        const uint32_t up[2][4] = {{u0.x, u0.y, u0.z, u0.w}, {u1.x, u1.y, u1.z, u1.w}};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int j = 4 * v + i, a = (half * 16 + j) * 4;
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float2 g = unpack_bf16(gate[r][i]), u = unpack_bf16(up[r][i]);
+            const float prob = r == 0 ? p0 : p1;
+            const bool ok = r == 0 ? ok0 : ok1;
+            const float da = d[a + 2 * r], db = d[a + 2 * r + 1];
+            const ActivationGradient x = activate_backward<kAct>(g.x, u.x, p.act_limit), y = activate_backward<kAct>(g.y, u.y, p.act_limit);
+            (r == 0 ? dp0 : dp1) += ok ? x.activation * da + y.activation * db : 0.f;
+            dgate[r][j] = ok ? pack_bf16(x.gate * da * prob, y.gate * db * prob) : 0u;
+            dup[r][j] = ok ? pack_bf16(x.up * da * prob, y.up * db * prob) : 0u;
+            act[r][half * 16 + j] = ok ? pack_bf16(x.activation * prob, y.activation * prob) : 0u;
+          }
+        }
+      }
+      if (half < parts - 1) {
+        await_staging(s, use + half);
+        const uint32_t to = ptx::smem(s.staging) + matrix_row() * kStagingPitch + matrix_column() * 16;
+#pragma unroll
+        for (int j = 0; j < 16; j += 2) {
+          ptx::store_matrix_x4(to + j * 16, dgate[0][j], dgate[1][j], dgate[0][j + 1], dgate[1][j + 1]);
+          ptx::store_matrix_x4(to + 256 + j * 16, dup[0][j], dup[1][j], dup[0][j + 1], dup[1][j + 1]);
+        }
+        hand_over_staging(s);
+      }
+    }
+    // This tile's part of the router gradient: columns in order within a lane, then the four lanes of a row.
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      dp0 += __shfl_xor_sync(~0u, dp0, step);
+      dp1 += __shfl_xor_sync(~0u, dp1, step);
+    }
+    if (lane % 4 == 0) {
+      float* parts_of_row = local<float>(p.offsets.backward.dp_parts) + int64_t(padded) * act_tiles() + tile.n;
+      parts_of_row[0] = dp0;
+      parts_of_row[int64_t(8) * act_tiles()] = dp1;
+    }
+    await_staging(s, use + parts - 1);
+    const uint32_t to = ptx::smem(s.staging) + matrix_row() * kStagingPitch + matrix_column() * 16;
+#pragma unroll
+    for (int j = 0; j < 32; j += 2) ptx::store_matrix_x4(to + j * 16, act[0][j], act[1][j], act[0][j + 1], act[1][j + 1]);
+    hand_over_staging(s);
+  }
+
+  // dp of this granule's rows: parts in the order of their tiles, to the rows' owners.
+  __device__ void push_dp(const TileInfo& tile, int granule) const {
+    const int row = threadIdx.x % 128;
+    if (row >= kGranuleRows || granule * kGranuleRows + row >= tile.rows) return;
+    const int padded = tile.block * kBlockRows + granule * kGranuleRows + row;
+    const float* parts = local<float>(p.offsets.backward.dp_parts) + int64_t(padded) * act_tiles();
+    float sum = 0.f;
+    for (int n = 0; n < act_tiles(); ++n) sum += __ldcg(parts + n);
+    const int src = __ldg(blob(p.blob.src) + padded), slot = __ldg(blob(p.blob.slot) + padded);
+    reinterpret_cast<float*>(p.peers[src] + p.symmetric.dp_slots)[slot] = sum;
+  }
+
+  // ---- after every peer's pushes ----
+  __device__ void collect() const {
+    const char* mine = reinterpret_cast<const char*>(p.peers[p.rank]);
+    if (p.needs & MOK_NEED_DX)
+      reduce_slots(mine + p.symmetric.slots, p.ids, p.dx, p.num_tokens, p.top_k, p.hidden, p.experts);
+    if (p.needs & MOK_NEED_DP) {
+      const float* slots = reinterpret_cast<const float*>(mine + p.symmetric.dp_slots);
+      const int64_t routes = p.num_tokens * p.top_k;
+      for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < routes; i += int64_t(gridDim.x) * kThreads)
+        p.dp[i] = uint32_t(__ldg(p.ids + i)) < uint32_t(p.experts) ? __ldcg(slots + i) : 0.f;
+    }
+  }
+
+  // Weight gradients of experts without rows: exact zeros where they are written, untouched where they are added to.
+  __device__ void clear_empty_experts() const {
+    const int local_experts = p.blob.local_experts;
+    for (int e = 0; e < local_experts; ++e) {
+      if (__ldg(blob(kScheduleExperts) + e) != 0) continue;
+      const int64_t elements = int64_t(p.hidden) * p.intermediate;
+      auto clear = [&](uint64_t base, int64_t bytes) {
+        uint4* to = reinterpret_cast<uint4*>(base);
+        for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < bytes / 16; i += int64_t(gridDim.x) * kThreads)
+          to[i] = make_uint4(0, 0, 0, 0);
+      };
+      if (p.want_dw1) clear(p.dw1[e], 2 * elements * (p.dw1_fp32 ? 4 : 2));
+      if (p.want_dw2) clear(p.dw2[e], elements * (p.dw2_fp32 ? 4 : 2));
+    }
+  }
+};
+
+template <MokActivation kAct>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ BackwardParams p) {
+  extern __shared__ __align__(1024) char raw[];
+  Smem& s = *reinterpret_cast<Smem*>(raw);
+  char* mine = reinterpret_cast<char*>(p.peers[p.rank]);
+  Control* control = reinterpret_cast<Control*>(mine + p.symmetric.control);
+  Flags* flags = reinterpret_cast<Flags*>(mine);
+  Kernel kernel{p, s, WaitContext{control, p.record, p.peers, flags, p.rank, p.ranks, kCallBackward, p.layer, p.timeout_ns},
+                int(ptx::cluster_cta_rank())};
+  const int warp = threadIdx.x / 32;
+  // The last CTA to leave advances the counter: every CTA has read it by then.
+  const uint64_t call = ptx::load_relaxed_gpu(&control->call) + 1;
+  const uint64_t expected = stamp(call, kCallBackward, p.layer);
+  if (threadIdx.x == 0) {
+    init_barriers(s);
+    ptx::prefetch_tensor_map(&p.dy_map);
+    ptx::prefetch_tensor_map(&p.x_map);
+    ptx::prefetch_tensor_map(&p.w1_map);
+    ptx::prefetch_tensor_map(&p.w2_map);
+  }
+  // What padding rows are filled with, before the staging buffer has its own use.
+  for (int i = threadIdx.x; i < kPullChunk / 16; i += kThreads) reinterpret_cast<uint4*>(s.staging)[i] = make_uint4(0, 0, 0, 0);
+  ptx::fence_proxy_async_shared();
+  kernel.publish(expected);
+  kernel.pull();
+  // Shared memory of both CTAs is free of pulls and their barriers exist before anyone multicasts.
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+
+  if (warp < 4) {
+    ptx::set_max_registers_down<56>();
+    if (warp == 0) {
+      if (threadIdx.x == 0) kernel.load_tiles();
+    } else if (warp == 1) {
+      kernel.store_tiles();
+    } else if (warp == 3) {
+      if (kernel.cta == 0) kernel.schedule_tiles();
+    }
+    __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+    ptx::set_max_registers_up<168>();
+  } else {
+    ptx::set_max_registers_up<224>();
+    kernel.compute_tiles<kAct>();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+    ptx::set_max_registers_down<168>();
+  }
+  // The cluster barrier also was this CTA's: its pushes are complete.
+  if (!p.accumulate && !workspace_dead(kernel.wait)) kernel.clear_empty_experts();
+  if (finish_call(kernel.wait, &control->backward_finished, expected)) kernel.collect();
+  if (threadIdx.x == 0 && ptx::fetch_add_acq_rel_gpu(&control->backward_left, 1) == gridDim.x - 1) {
+    control->backward_arrived = control->backward_ticket = control->backward_finished = control->backward_left = 0;
+    control->call = call;
+  }
+}
+
+template <MokActivation kAct>
+int launch(const BackwardParams& p, int ctas, cudaStream_t stream) {
+  const cudaError_t error = cudaFuncSetAttribute(backward_kernel<kAct>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem));
+  if (error != cudaSuccess) return fail_cuda(error, "backward kernel: shared memory");
+  backward_kernel<kAct><<<ctas, kThreads, sizeof(Smem), stream>>>(p);
+  return check_launch("backward kernel");
+}
+
+// Pointers of all experts, from one stacked tensor or one each.
+void spread(uint64_t* to, const uint64_t* tensors, int count, int experts, int64_t bytes) {
+  for (int e = 0; e < experts; ++e) to[e] = count == 1 ? tensors[0] + e * bytes : tensors[e];
+}
+
+}  // namespace
+
+int launch_backward(const MokBackwardArgs& args, cudaStream_t stream) {
+  const MokProblem& problem = args.workspace.problem;
+  const Sizes sizes = Sizes::make(problem);
+  const int local_experts = problem.num_experts / problem.num_ranks;
+  const int64_t hidden = problem.hidden, intermediate = problem.intermediate;
+  BackwardParams p{};
+  p.dy = reinterpret_cast<const char*>(args.dy);
+  p.x = reinterpret_cast<const char*>(args.x);
+  for (int r = 0; r < problem.num_ranks; ++r) p.peers[r] = args.workspace.peers[r];
+  p.local = reinterpret_cast<char*>(args.workspace.local);
+  p.record = reinterpret_cast<MokErrorRecord*>(args.workspace.error_record);
+  p.ids = reinterpret_cast<const int*>(args.ids);
+  p.dx = reinterpret_cast<char*>(args.dx);
+  p.dp = reinterpret_cast<float*>(args.dp);
+  p.schedule = reinterpret_cast<const int*>(args.schedule);
+  p.h = reinterpret_cast<const char*>(args.h);
+  p.save_groups = args.h ? int(args.save_rows / kGroupRows) : 0;
+  p.rank = problem.rank;
+  p.ranks = problem.num_ranks;
+  p.experts = problem.num_experts;
+  p.top_k = problem.top_k;
+  p.hidden = problem.hidden;
+  p.intermediate = problem.intermediate;
+  p.num_tokens = args.num_tokens;
+  p.blob = ScheduleLayout::make(problem.num_ranks, problem.max_tokens, problem.top_k, local_experts);
+  p.symmetric = SymmetricLayout::make(problem.num_ranks, problem.max_tokens, problem.top_k, problem.hidden);
+  p.offsets = LocalLayout::make(problem, sizes);
+  p.ring_blocks = sizes.backward_blocks;
+  p.segment_units = sizes.segment_units;
+  p.needs = args.needs;
+  p.want_dw1 = args.dw1 != nullptr;
+  p.want_dw2 = args.dw2 != nullptr;
+  p.dw1_fp32 = args.dw1_is_fp32;
+  p.dw2_fp32 = args.dw2_is_fp32;
+  p.accumulate = args.accumulate;
+  if (p.want_dw1) spread(p.dw1, args.dw1, args.num_dw1, local_experts, 2 * intermediate * hidden * (p.dw1_fp32 ? 4 : 2));
+  if (p.want_dw2) spread(p.dw2, args.dw2, args.num_dw2, local_experts, intermediate * hidden * (p.dw2_fp32 ? 4 : 2));
+  const int ctas = sizes.num_sms / 2 * 2;
+  p.comm_ctas = args.comm_sms > 0 ? args.comm_sms : default_comm_ctas(problem, ctas);
+  if (p.comm_ctas % 2 != 0 || p.comm_ctas >= ctas)
+    return fail(MOK_ERR_ARGUMENT, "comm_sms: got %d, need an even number below num_sms = %d", p.comm_ctas, ctas);
+  p.act_limit = args.act_limit;
+  p.layer = args.layer;
+  p.timeout_ns = args.workspace.timeout_ns;
+
+  const int64_t rows = int64_t(p.ring_blocks) * kBlockRows;
+  const auto& o = p.offsets.backward;
+  const auto ring = [&](CUtensorMap* map, int64_t offset, int64_t columns, const char* name) {
+    return encode_rows_map(map, args.workspace.local + offset, columns, rows, kGranuleRows, name);
+  };
+  int status = ring(&p.dy_map, o.dy_ring, hidden, "dy ring");
+  if (status == MOK_OK) status = ring(&p.x_map, o.x_ring, hidden, "x ring");
+  if (status == MOK_OK) status = ring(&p.dh_map, o.dh_ring, 2 * intermediate, "dh ring");
+  if (status == MOK_OK) status = ring(&p.act_map, o.act_ring, intermediate, "act ring");
+  if (status == MOK_OK)
+    status = encode_experts_map(&p.w1_map, p.w1_expert, args.w1, args.num_w, local_experts, hidden, 2 * intermediate,
+                                kGranuleRows, "w1");
+  if (status == MOK_OK)
+    status = encode_experts_map(&p.w2_map, p.w2_expert, args.w2, args.num_w, local_experts, intermediate, hidden, kGranuleRows,
+                                "w2");
+  if (status != MOK_OK) return status;
+  switch (args.activation) {
+    case MOK_ACT_SWIGLU: return launch<MOK_ACT_SWIGLU>(p, ctas, stream);
+    case MOK_ACT_SWIGLU_CLAMPED: return launch<MOK_ACT_SWIGLU_CLAMPED>(p, ctas, stream);
+    default:
+      return fail(MOK_ERR_NOT_COMPILED, "activation: got %d, the kernels have 0 (swiglu) and 1 (clamped swiglu)", args.activation);
+  }
+}
+
+int load_backward() {
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, backward_kernel<MOK_ACT_SWIGLU>);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, backward_kernel<MOK_ACT_SWIGLU_CLAMPED>);
+  return error == cudaSuccess ? MOK_OK : fail_cuda(error, "backward kernel: loading");
+}
+
+}  // namespace mok::sm90

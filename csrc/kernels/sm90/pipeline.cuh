@@ -1,0 +1,235 @@
+// What the SM90 kernels share: the shared memory of a CTA, the ring of tiles that the scheduler fills, the stages that the producer
+// fills and the main loop that empties them. Clusters of two CTAs work on one ticket; each loads half of B for both.
+#ifndef MEGATRON_MOK_KERNELS_SM90_PIPELINE_CUH_
+#define MEGATRON_MOK_KERNELS_SM90_PIPELINE_CUH_
+
+#include "kernels/activation.cuh"
+#include "kernels/pull.cuh"
+#include "mma/sm90.cuh"
+
+namespace mok::sm90 {
+
+constexpr int kThreads = 384;
+constexpr int kStages = 4;
+constexpr int kBoxBytes = kGranuleRows * kTileK * 2;  // a box of 64 x 64
+constexpr int kABytes = 2 * kBoxBytes;                // 64 rows of A for each consumer warpgroup
+constexpr int kBHalfBytes = kTileN / 2 * kTileK * 2;  // what one CTA loads and both receive
+constexpr int kStageBytes = kABytes + 2 * kBHalfBytes;
+constexpr int kStagingPitch = kTileN * 2 + 16;        // 528: conflict-free for stmatrix, 16-byte aligned for bulk copies
+constexpr int kStagingBytes = kGranuleRows * kStagingPitch;
+constexpr int kTileSlots = 8;   // more than any role of a cluster can be ahead of another (4 stages: at most 5 tiles)
+constexpr int kClaimAhead = 8;  // k-steps before a tile's last load at which the next ticket is claimed
+constexpr int kNoMoreTiles = -1;
+
+struct TileInfo {
+  int phase;   // kNoMoreTiles, or what the kernel calls its GEMMs
+  int n;       // column tile, or the number of a tile inside its GEMM
+  int block;   // first row block
+  int expert;
+  int rows;    // valid rows
+  int extra;
+};
+
+struct Smem {
+  char stages[kStages][kStageBytes];
+  char staging[kStagingBytes];
+  TileInfo tiles[kTileSlots];
+  uint64_t full[kStages], empty[kStages];
+  uint64_t tile_full[kTileSlots];
+  uint64_t staging_full, claim;
+  uint64_t pull_barriers[kPullBarrierBytes / 8];
+  uint32_t staging_released;  // uses of the staging buffer that the store warp has read
+};
+static_assert(sizeof(Smem) <= 232448, "shared memory of an SM");
+static_assert(kPullBytes <= kStages * kStageBytes);
+
+__device__ __forceinline__ void init_barriers(Smem& s) {
+  for (int i = 0; i < kStages; ++i) {
+    ptx::mbarrier_init(ptx::smem(&s.full[i]), 1);
+    ptx::mbarrier_init(ptx::smem(&s.empty[i]), 16);  // 2 CTAs x 2 warpgroups x 4 warps
+  }
+  for (int i = 0; i < kTileSlots; ++i) ptx::mbarrier_init(ptx::smem(&s.tile_full[i]), 1);
+  ptx::mbarrier_init(ptx::smem(&s.staging_full), 128);
+  ptx::mbarrier_init(ptx::smem(&s.claim), 1);
+  for (uint64_t& barrier : s.pull_barriers) ptx::mbarrier_init(ptx::smem(&barrier), 1);
+  s.staging_released = 0;
+  ptx::fence_mbarrier_init_cluster();
+}
+
+// ---- the ring of tiles ----
+
+// One warp tells both CTAs of the cluster about tile i. What its lanes acquired before is passed on with it.
+__device__ __forceinline__ void announce_tile(Smem& s, int i, const TileInfo& tile) {
+  const int lane = threadIdx.x % 32;
+  __syncwarp();
+  if (lane < 2) {  // lane l tells CTA l
+    const int slot = i % kTileSlots;
+    const uint32_t at = ptx::map_to_cta(ptx::smem(&s.tiles[slot]), lane);
+    ptx::store_cluster(at, tile.phase);
+    ptx::store_cluster(at + 4, tile.n);
+    ptx::store_cluster(at + 8, tile.block);
+    ptx::store_cluster(at + 12, tile.expert);
+    ptx::store_cluster(at + 16, tile.rows);
+    ptx::store_cluster(at + 20, tile.extra);
+    ptx::mbarrier_arrive_cluster(ptx::map_to_cta(ptx::smem(&s.tile_full[slot]), lane));
+  }
+  __syncwarp();
+}
+
+__device__ __forceinline__ bool next_tile(Smem& s, int i, TileInfo& tile) {
+  const int slot = i % kTileSlots;
+  ptx::mbarrier_wait_cluster(ptx::smem(&s.tile_full[slot]), (i / kTileSlots) & 1);
+  tile = s.tiles[slot];
+  return tile.phase != kNoMoreTiles;
+}
+
+// Claims a ticket once the producer nears the end of tile i - 1; `total` where there are no more or the workspace is dead.
+__device__ __forceinline__ uint32_t claim_ticket(Smem& s, int i, uint32_t* counter, uint32_t total, const WaitContext& wait) {
+  if (i > 0) ptx::mbarrier_wait(ptx::smem(&s.claim), (i - 1) & 1);
+  uint32_t ticket = 0;
+  if (threadIdx.x % 32 == 0) {
+    ticket = ptx::fetch_add_relaxed_gpu(counter, 1);
+    if (workspace_dead(wait)) ticket = total;
+  }
+  return __shfl_sync(~0u, ticket, 0);
+}
+
+// Valid rows of the unit that starts at `block`: one block, or two of the same expert.
+__device__ __forceinline__ int unit_rows(const int* block_words, int block, int blocks) {
+  const int word = __ldg(block_words + block);
+  const int next = block + 1 < blocks ? __ldg(block_words + block + 1) : -1;
+  const bool two = next >= 0 && block_rows(word) == kBlockRows && block_expert(next) == block_expert(word);
+  return block_rows(word) + (two ? block_rows(next) : 0);
+}
+
+// ---- stages ----
+
+// Position in the ring of stages; `parity` is the phase that a consumer waits for.
+struct StageCursor {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// What a consumer warp tells the producers: a stage has been read. Every warp of both warpgroups of both CTAs does, since B was
+// multicast.
+struct StageRelease {
+  uint32_t own, peer;
+  __device__ __forceinline__ StageRelease(Smem& s, int cta) : own(ptx::smem(s.empty)), peer(ptx::map_to_cta(own, cta ^ 1)) {}
+  __device__ __forceinline__ void operator()(int stage) const {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) ptx::mbarrier_arrive(own + stage * 8);
+    if (lane == 1) ptx::mbarrier_arrive_relaxed_cluster(peer + stage * 8);
+  }
+};
+
+// d = A B^T over `steps` stages, for consumer warpgroup `group`.
+template <bool kAIsMn, bool kBIsMn>
+__device__ __forceinline__ void multiply(float (&d)[128], Smem& s, StageCursor& at, int steps, int group,
+                                         const StageRelease& release) {
+  constexpr int kAStep = kAIsMn ? 128 : 2, kBStep = kBIsMn ? 128 : 2;
+  int previous = 0;
+  for (int k = 0; k < steps; ++k) {
+    ptx::mbarrier_wait(ptx::smem(&s.full[at.stage]), at.parity);
+    const uint32_t stage = ptx::smem(s.stages[at.stage]);
+    const uint64_t a = kAIsMn ? descriptor_mn(stage + group * kBoxBytes) : descriptor(stage + group * kBoxBytes);
+    const uint64_t b = kBIsMn ? descriptor_mn(stage + kABytes) : descriptor(stage + kABytes);
+    mma_fence();
+#pragma unroll
+    for (int kk = 0; kk < kTileK / 16; ++kk) mma_m64n256k16<kAIsMn, kBIsMn>(d, a + kk * kAStep, b + kk * kBStep, k + kk > 0);
+    mma_commit();
+    if (k > 0) {
+      mma_wait<1>();
+      release(previous);
+    }
+    previous = at.stage;
+    at.next();
+  }
+  mma_wait<0>();
+  release(previous);
+  mma_pin(d);
+}
+
+// A warpgroup without rows only keeps step.
+__device__ __forceinline__ void skip_stages(Smem& s, StageCursor& at, int steps, const StageRelease& release) {
+  for (int k = 0; k < steps; ++k) {
+    ptx::mbarrier_wait(ptx::smem(&s.full[at.stage]), at.parity);
+    __syncwarp();
+    release(at.stage);
+    at.next();
+  }
+}
+
+// ---- the staging buffer: handed from a consumer warpgroup to the store warp and back ----
+
+__device__ __forceinline__ void await_staging(Smem& s, uint32_t use) {
+  ptx::wait_shared_count(ptx::smem(&s.staging_released), use);
+}
+__device__ __forceinline__ void hand_over_staging(Smem& s) {
+  ptx::fence_proxy_async_shared();
+  ptx::mbarrier_arrive(ptx::smem(&s.staging_full));
+}
+// This lane's matrix row inside a warp's 16 rows, and which of two neighbouring 16-byte columns, for stmatrix.x4 of the
+// fragments (column, rows 0-7), (column, rows 8-15), (column + 1, rows 0-7), (column + 1, rows 8-15).
+__device__ __forceinline__ int matrix_row() {
+  const int lane = threadIdx.x % 32;
+  return threadIdx.x / 32 % 4 * 16 + (lane >> 3 & 1) * 8 + (lane & 7);
+}
+__device__ __forceinline__ int matrix_column() { return threadIdx.x % 32 >> 4; }
+
+// ---- reduction of the slots: out[t] = sum over k ascending, fp32, one rounding ----
+__device__ __forceinline__ void reduce_slots(const char* slots, const int* ids, char* out, int64_t tokens, int top_k, int hidden,
+                                             int experts) {
+  const uint32_t vectors = hidden / 8;  // of 16 bytes a row
+  const int64_t count = tokens * vectors;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += int64_t(gridDim.x) * kThreads) {
+    const int64_t token = i / vectors;
+    const int64_t column = i - token * vectors;
+    const int* token_ids = ids + token * top_k;
+    const uint4* from = reinterpret_cast<const uint4*>(slots) + token * top_k * vectors + column;
+    float sum[8] = {};
+    constexpr int kAhead = 4;
+    for (int k = 0; k < top_k; k += kAhead) {
+      uint4 v[kAhead];
+      bool has[kAhead];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        has[a] = k + a < top_k && uint32_t(__ldg(token_ids + k + a)) < uint32_t(experts);
+        if (has[a]) v[a] = __ldcg(from + int64_t(k + a) * vectors);
+      }
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        if (!has[a]) continue;
+        const uint32_t w[4] = {v[a].x, v[a].y, v[a].z, v[a].w};
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const float2 f = unpack_bf16(w[c]);
+          sum[2 * c] += f.x;
+          sum[2 * c + 1] += f.y;
+        }
+      }
+    }
+    reinterpret_cast<uint4*>(out)[i] =
+        make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
+  }
+}
+
+// All CTAs of this rank have pushed: the last one tells every peer, then each waits for every peer. False in a dead workspace.
+__device__ __forceinline__ bool finish_call(const WaitContext& wait, uint32_t* finished, uint64_t expected) {
+  if (threadIdx.x == 0 && ptx::fetch_add_acq_rel_sys(finished, 1) == gridDim.x - 1 && !workspace_dead(wait)) {
+    for (int r = 0; r < wait.ranks; ++r)
+      ptx::store_release_sys(&reinterpret_cast<Flags*>(wait.peers[r])->done[wait.rank], expected);
+  }
+  bool ok = true;
+  if (int(threadIdx.x) < wait.ranks)
+    ok = wait_stamp(wait, MOK_PHASE_COMBINE, &wait.flags->done[threadIdx.x], threadIdx.x, expected);
+  return __syncthreads_and(ok);
+}
+
+}  // namespace mok::sm90
+#endif  // MEGATRON_MOK_KERNELS_SM90_PIPELINE_CUH_
