@@ -8,6 +8,7 @@ token, L experts on this rank.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,8 @@ class MokExperts:
     """
 
     layer_number: int | None = None  # for messages; set by the layer
+    # The communicator of the last forward, for tracing only. Weak, so that a copied model does not copy it.
+    comm: Callable[[], runtime.Comm | None] | None = None
 
     def expert_linears(self) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
         """Modules that own the weights of fc1 and fc2."""
@@ -48,16 +51,20 @@ class MokExperts:
         w1, w2 = self.expert_weights()
         config: Any = self.config  # type: ignore[attr-defined]
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        comm = runtime.get_comm(
-            self.ep_group,  # type: ignore[attr-defined]
-            hidden=x.shape[1],
-            top_k=ids.shape[1],
-            num_experts=config.num_moe_experts,
-            max_tokens=settings.max_tokens or max(x.shape[0], 1),  # the group's largest counts
-            device=x.device,
-            dtype=x.dtype,
-            config=settings,
-        )
+        if not torch.compiler.is_compiling():
+            comm = runtime.get_comm(
+                self.ep_group,  # type: ignore[attr-defined]
+                hidden=x.shape[1],
+                top_k=ids.shape[1],
+                num_experts=config.num_moe_experts,
+                max_tokens=settings.max_tokens or max(x.shape[0], 1),  # the group's largest counts
+                device=x.device,
+                dtype=x.dtype,
+                config=settings,
+            )
+            self.comm = weakref.ref(comm)
+        elif self.comm is None or (comm := self.comm()) is None:
+            raise RuntimeError("the first forward of a MoE layer must run before torch.compile traces it")
         out = runtime.moe(
             x,
             ids,

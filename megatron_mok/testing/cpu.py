@@ -120,8 +120,9 @@ def _within(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+def _no_op() -> Callable[..., None]:
+    """A new function that does nothing: Dynamo wants one object for each of torch's names."""
+    return lambda *_, **__: None
 
 
 def _is_cuda(device: Any) -> bool:
@@ -167,26 +168,26 @@ def _torch() -> None:
     cpu = torch.device("cpu")
     cuda = torch.cuda
     _set(cuda, "current_device", lambda: cpu)
-    _set(cuda, "set_device", _nothing)
-    _set(cuda, "synchronize", _nothing)
-    _set(cuda, "empty_cache", _nothing)
+    _set(cuda, "set_device", _no_op())
+    _set(cuda, "synchronize", _no_op())
+    _set(cuda, "empty_cache", _no_op())
     for name in ("Stream", "Event"):
         _set(cuda, name, {"Stream": _Stream, "Event": _Event}[name])
     for name in ("current_stream", "default_stream"):
         _set(cuda, name, lambda *_: _STREAM)
-    _set(cuda, "set_stream", _nothing)
+    _set(cuda, "set_stream", _no_op())
     _set(cuda, "stream", _within)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         _set(cuda, name, lambda *_: 0)
     _set(cuda, "device_memory_used", lambda *_: 0)
-    _set(cuda, "reset_peak_memory_stats", _nothing)
+    _set(cuda, "reset_peak_memory_stats", _no_op())
     # Megatron asks for the architecture to choose defaults; Ampere asks for nothing special.
     _set(cuda, "get_device_capability", lambda *_: (8, 0))
     _set(cuda, "get_device_properties", lambda *_: SimpleNamespace(major=8, minor=0, total_memory=1 << 34))
     # One generator serves as "the GPU's": forks of Megatron's tracker (below) save and restore it.
     _set(cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state())
     _set(cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
-    _set(cuda, "manual_seed", torch.manual_seed)
+    _set(cuda, "manual_seed", lambda seed: torch.manual_seed(seed))
     for name in ("Float", "Double", "Half", "BFloat16", "Byte", "Int", "Long", "Bool"):
         _set(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
 
@@ -270,7 +271,7 @@ def _core() -> None:
 
     # A wheel holds the compiled helper but no Makefile; make's failure would end the process.
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        _set(importlib.import_module("megatron.core.datasets.utils"), "compile_helpers", _nothing)
+        _set(importlib.import_module("megatron.core.datasets.utils"), "compile_helpers", _no_op())
 
 
 @functools.cache

@@ -21,5 +21,5 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    with Ranks(4) as pool:
+    with Ranks(4, prepare="model") as pool:
         yield pool

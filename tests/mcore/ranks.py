@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-START_LIMIT_S = 240.0
+START_LIMIT_S = 280.0  # imports on a busy machine
 # A rank that has failed leaves its peers in a collective: they get this long to fail as well.
 GRACE_S = 5.0
 
@@ -52,8 +52,9 @@ class RanksFailed(Exception):
 class Ranks:
     """`world` processes; use as a context manager or call close()."""
 
-    def __init__(self, world: int = 4, env: dict[str, str] | None = None) -> None:
-        self.world = world
+    def __init__(self, world: int = 4, prepare: str = "", env: dict[str, str] | None = None) -> None:
+        """`prepare`: module that a rank imports before it counts as started."""
+        self.world, self.prepare = world, prepare
         self.env = env or {}
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pipes: list[Connection] = []
@@ -89,7 +90,7 @@ class Ranks:
                     **self.env,
                 }
                 with open(self._log(rank), "wb") as log:
-                    command = [sys.executable, str(HERE / "ranks.py"), address]
+                    command = [sys.executable, str(HERE / "ranks.py"), address, self.prepare]
                     self.processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
             pipes: dict[int, Connection] = {}
             deadline = time.monotonic() + START_LIMIT_S
@@ -169,8 +170,10 @@ class Ranks:
         return "\n".join(parts)
 
 
-def serve(address: str) -> None:
+def serve(address: str, prepare: str) -> None:
     """The other end: connect, then run what is asked for until the pipe closes."""
+    if prepare:
+        importlib.import_module(prepare)
     pipe = Client(address, "AF_UNIX")
     pipe.send(int(os.environ["RANK"]))
     while True:
@@ -196,4 +199,4 @@ def _receive(pipe: Connection) -> Any:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], sys.argv[2])
