@@ -146,6 +146,40 @@ class ForwardArgs(_Versioned):
     ]
 
 
+class BackwardArgs(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("abi", c_uint32),
+        ("workspace", Workspace),
+        ("stream", c_uint64),
+        ("num_tokens", c_int64),
+        ("dy", c_uint64),
+        ("x", c_uint64),
+        ("ids", c_uint64),
+        ("schedule", c_uint64),
+        ("h", c_uint64),
+        ("save_rows", c_int64),
+        ("w1", POINTER(c_uint64)),
+        ("w2", POINTER(c_uint64)),
+        ("num_w", c_int32),
+        ("activation", c_int32),
+        ("act_limit", c_float),
+        ("comm_sms", c_int32),
+        ("layer", c_uint32),
+        ("needs", c_int32),
+        ("dx", c_uint64),
+        ("dp", c_uint64),
+        ("dw1", POINTER(c_uint64)),
+        ("dw2", POINTER(c_uint64)),
+        ("num_dw1", c_int32),
+        ("num_dw2", c_int32),
+        ("dw1_is_fp32", c_int32),
+        ("dw2_is_fp32", c_int32),
+        ("accumulate", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
 # By the name that each has in C, for the test that compares offsets.
 STRUCTS = {
     "MokProblem": Problem,
@@ -153,6 +187,7 @@ STRUCTS = {
     "MokErrorRecord": ErrorRecord,
     "MokWorkspace": Workspace,
     "MokForwardArgs": ForwardArgs,
+    "MokBackwardArgs": BackwardArgs,
 }
 
 # Every function: result type and argument types.
@@ -167,4 +202,5 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "mok_abort": (ctypes.c_int, (POINTER(Workspace), POINTER(ErrorRecord), c_uint64)),
     "mok_schedule": (ctypes.c_int, (POINTER(ForwardArgs),)),
     "mok_forward": (ctypes.c_int, (POINTER(ForwardArgs),)),
+    "mok_backward": (ctypes.c_int, (POINTER(BackwardArgs),)),
 }
