@@ -82,10 +82,12 @@ def read(metrics: Path) -> list[dict]:
 def train(argv: list[str], environment: dict[str, str], metrics: Path, log_file: Path) -> str | None:
     """Run the training and show a line for each logging step; what mok said of its back end, if it ran."""
     backend = None
-    with log_file.open("w") as log:
-        process = subprocess.Popen(
+    with (
+        log_file.open("w") as log,
+        subprocess.Popen(
             argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        ) as process,
+    ):
         assert process.stdout is not None
         for line in process.stdout:
             log.write(line)
@@ -99,7 +101,7 @@ def train(argv: list[str], environment: dict[str, str], metrics: Path, log_file:
             elif "back end" in line and backend is None:
                 print(line.strip(), flush=True)
                 backend = line.strip().removeprefix("megatron_mok: ")
-    if process.wait():
+    if process.returncode:
         told = log_file.read_text().split("torch/distributed/elastic")[
             0
         ]  # torchrun's own report only says where
