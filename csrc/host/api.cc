@@ -217,7 +217,7 @@ extern "C" int mok_workspace_layout(const MokProblem* problem, MokLayout* layout
       .minibatch_units = sizes.minibatch_units,
       .ring_blocks = sizes.ring_blocks,
       .act_blocks = sizes.act_blocks,
-      .reserved = 0,
+      .segment_units = sizes.segment_units,
       .off_flags = 0,
       .off_tokens = symmetric.tokens,
       .off_ids = symmetric.ids,

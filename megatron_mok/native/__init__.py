@@ -1,7 +1,8 @@
-"""The library with the kernels: loading it, its structs, and the forward call."""
+"""The library with the kernels: loading it, its structs, and the calls."""
 
 from .communicator import (
     UNIT_ROWS,
+    BackwardCall,
     Call,
     Communicator,
     Settings,
@@ -9,6 +10,7 @@ from .communicator import (
     close,
     load_kernels,
     lookup,
+    moe_backward,
     moe_forward,
     register,
     symmetric_bytes,
@@ -19,6 +21,7 @@ from .saved import unpack_h
 
 __all__ = [
     "UNIT_ROWS",
+    "BackwardCall",
     "Call",
     "Communicator",
     "Settings",
@@ -28,6 +31,7 @@ __all__ = [
     "load",
     "load_kernels",
     "lookup",
+    "moe_backward",
     "moe_forward",
     "register",
     "symmetric_bytes",

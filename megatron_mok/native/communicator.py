@@ -1,4 +1,4 @@
-"""One rank's end of a workspace, and forward calls through it.
+"""One rank's end of a workspace, and the calls through it.
 
 Symbols: R ranks, T tokens here, K experts per token, E experts, L = E/R local experts, H hidden size,
 I expert intermediate size, S rows of h saved.
@@ -19,13 +19,15 @@ from torch import Tensor
 from ..errors import ConfigError, MokError, Problem
 from . import library
 from .failure import from_record, workspace_too_small
-from .structs import ErrorRecord, Failure, ForwardArgs, Layout, Workspace
+from .structs import BackwardArgs, CallKind, ErrorRecord, Failure, ForwardArgs, Layout, Workspace
 from .structs import Problem as ProblemStruct
 
 _log = logging.getLogger(__name__)
 ALIGN_BYTES = 1024  # of every region
 UNIT_ROWS = 256  # what a cluster of two SMs computes at a time
 LAYERS = 1 << 20  # a layer's number has 20 bits in a flag word
+NEEDS_DX, NEEDS_DP = 1, 2
+VECTOR_BYTES = 16  # alignment of every tensor that the kernels touch
 # reference.activation.Activation -> MokActivation, without and with a limit; None: the kernels lack it.
 _ACTIVATIONS: tuple[tuple[int | None, int | None], ...] = ((0, 1), (2, None), (None, None), (3, None))
 
@@ -41,15 +43,17 @@ def aligned_empty(size_bytes: int, device: torch.device) -> Tensor:
 class Settings:
     """What all layers of a workspace share. 0: chosen by the library.
 
-    num_sms          SMs (one thread block each) of the main kernel; even
-    comm_sms         of these, SMs that move tokens; even
-    minibatch_units  units of 256 rows a minibatch
-    ring_rows        rows of the x ring
-    timeout_s        longest wait; first_timeout_s in the first call
+    num_sms            SMs (one thread block each) of a main kernel; even
+    comm_sms           of these, SMs that move tokens in forward; even
+    backward_comm_sms  and in backward
+    minibatch_units    units of 256 rows a minibatch
+    ring_rows          rows of the rings
+    timeout_s          longest wait; first_timeout_s in the first call
     """
 
     num_sms: int = 0
     comm_sms: int = 0
+    backward_comm_sms: int = 0
     minibatch_units: int = 0
     ring_rows: int = 0
     timeout_s: float = 300.0
@@ -105,7 +109,8 @@ class Communicator:
 
     regions     address of every rank's symmetric region, own one included; `keep` owns them
     init()      zeroes this rank's flags; a barrier over the ranks has to follow
-    layer       number of the next forward call, for flags and error texts; back to 0 after it
+    layer       number of the next call's layer, for flags and error texts; back to 0 after it
+    last_layer  that of the last call
     """
 
     def __init__(
@@ -124,7 +129,7 @@ class Communicator:
         self.hidden, self.top_k, self.max_tokens = hidden, top_k, max_tokens
         self.device, self.settings, self.keep = device, settings, keep
         self.regions = list(regions)
-        self.layer, self.calls = 0, 0
+        self.layer, self.last_layer, self.calls = 0, 0, 0
         self.failure: MokError | None = None
         self._shapes: dict[tuple[int, int], _Shape] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -150,14 +155,14 @@ class Communicator:
         if self.failure is not None:
             raise self.failure
 
-    def abort(self, cause: Exception) -> None:
-        """Mark the workspace as dead and tell the peers, who are at the start of a call."""
+    def abort(self, cause: Exception, kind: CallKind = CallKind.FORWARD) -> None:
+        """Mark the workspace as dead and tell the peers, who are at the start of a call of that kind."""
         if self.size == 1 or self.failure is not None or self._record.contents.code:
             return
         self.failure = cause if isinstance(cause, MokError) else MokError(str(cause))
         tokens = getattr(cause, "got", None) or 0
         why = ErrorRecord(
-            code=Failure.TOO_MANY_TOKENS, layer=self.layer, kind=1, expected=self.max_tokens, seen=tokens
+            code=Failure.TOO_MANY_TOKENS, layer=self.layer, kind=kind, expected=self.max_tokens, seen=tokens
         )
         workspace = self._workspace(self._problem(self.size, 128)[0])
         try:
@@ -168,12 +173,12 @@ class Communicator:
             _log.error("mok: rank %d could not tell its peers that it gave up: %s", self.rank, error)
 
     @contextmanager
-    def aborting(self) -> Iterator[None]:
+    def aborting(self, kind: CallKind = CallKind.FORWARD) -> Iterator[None]:
         """Whatever is raised inside also ends, on the peers, the call that they are about to start."""
         try:
             yield
         except Exception as error:
-            self.abort(error)
+            self.abort(error, kind)
             raise
 
     def close(self) -> None:
@@ -207,23 +212,103 @@ class Communicator:
         with torch.cuda.device(self.device):
             stream = self._ordered_stream()
             shape = self._shape(num_experts, w2[0].shape[-1])
-            x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
+            x, ids, probs = _vectors(x), ids.contiguous(), probs.contiguous()
             out = torch.empty_like(x)
             schedule = ids.new_empty(shape.layout.schedule_ints)
             h = x.new_empty(max(save_rows, 0), w1[0].shape[-2])
-            args = ForwardArgs.from_buffer_copy(shape.args)
-            args.stream = stream.cuda_stream
-            args.num_tokens = len(x)
-            args.x, args.ids, args.probs = x.data_ptr(), ids.data_ptr(), probs.data_ptr()
-            args.out, args.schedule = out.data_ptr(), schedule.data_ptr()
+            args = ForwardArgs.from_buffer_copy(shape.forward)
+            self._fill(args, stream, x, ids, w1, w2, activation, act_limit)
+            args.probs, args.out, args.schedule = probs.data_ptr(), out.data_ptr(), schedule.data_ptr()
             args.h, args.save_rows = h.data_ptr(), len(h)
-            args.w1, args.w2, args.num_w = _pointers(w1, "w1"), _pointers(w2, "w2"), len(w1)
-            args.activation, args.act_limit = _activation(activation, act_limit), act_limit
-            args.layer = self.layer % LAYERS
-            limit = self.settings.timeout_s if self.calls else self.settings.first_timeout_s
-            args.workspace.timeout_ns = int(limit * 1e9)
-            self.calls, self.layer = self.calls + 1, 0
         return Call(self.device, args, out, h, schedule, (x, ids, probs, w1, w2))
+
+    def prepare_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        ids: Tensor,
+        w1: Sequence[Tensor],
+        w2: Sequence[Tensor],
+        h: Tensor,
+        schedule: Tensor,
+        dw1: Sequence[Tensor],
+        dw2: Sequence[Tensor],
+        num_experts: int,
+        accumulate: bool,
+        needs: int,
+        activation: int,
+        act_limit: float,
+    ) -> BackwardCall:
+        """The backward of a forward call, on the current stream, with nothing launched yet.
+
+        ValueError or ConfigError naming what the kernels cannot take.
+        """
+        with torch.cuda.device(self.device):
+            stream = self._ordered_stream()
+            shape = self._shape(num_experts, w2[0].shape[-1])
+            need = shape.layout.schedule_ints
+            if schedule.numel() != need:
+                raise ValueError(
+                    f"moe: schedule: got {schedule.numel()} words, need {need}; the workspace was made anew "
+                    "between forward and backward"
+                )
+            for tensor in (dy, x, ids, h, schedule):
+                tensor.record_stream(stream)  # nothing where it was allocated on this stream
+            dy, x, ids = _vectors(dy), _vectors(x), ids.contiguous()
+            # Peers push what this rank asks for by what they were asked for themselves.
+            asked = needs if self.size == 1 else NEEDS_DX | NEEDS_DP
+            dx = torch.empty_like(x) if asked & NEEDS_DX else x.new_empty(0, self.hidden)
+            rows = len(x) if asked & NEEDS_DP else 0
+            dp = x.new_empty(rows, self.top_k, dtype=torch.float32)
+            most_rows = self.size * self.max_tokens * self.top_k
+            one_turn = most_rows <= shape.layout.segment_units * UNIT_ROWS
+            written1, written2, add = _gradient_targets(dw1, dw2, bool(accumulate), one_turn)
+            args = BackwardArgs.from_buffer_copy(shape.backward)
+            self._fill(args, stream, x, ids, w1, w2, activation, act_limit)
+            args.dy, args.schedule = dy.data_ptr(), schedule.data_ptr()
+            args.h, args.save_rows = h.data_ptr(), len(h)
+            args.needs, args.dx, args.dp = asked, dx.data_ptr(), dp.data_ptr()
+            if written1:
+                args.dw1, args.num_dw1 = _pointers(written1, "dw1"), len(written1)
+                args.dw1_is_fp32 = written1[0].dtype == torch.float32
+            if written2:
+                args.dw2, args.num_dw2 = _pointers(written2, "dw2"), len(written2)
+                args.dw2_is_fp32 = written2[0].dtype == torch.float32
+            args.accumulate = add
+        # What the kernel leaves in fp32 and the caller wants elsewhere.
+        pairs = [(dw1, written1), (dw2, written2)]
+        rounded = [(list(to), list(of)) for to, of in pairs if to and to is not of]
+        return BackwardCall(
+            self.device,
+            args,
+            dx if needs & NEEDS_DX else dx[:0],
+            dp if needs & NEEDS_DP else dp[:0],
+            rounded,
+            bool(accumulate),
+            (dy, x, ids, w1, w2, h, schedule, dw1, dw2, dx, dp),
+        )
+
+    def _fill(
+        self,
+        args: ForwardArgs | BackwardArgs,
+        stream: torch.cuda.Stream,
+        x: Tensor,
+        ids: Tensor,
+        w1: Sequence[Tensor],
+        w2: Sequence[Tensor],
+        activation: int,
+        act_limit: float,
+    ) -> None:
+        """What both kinds of call have, and the count of calls."""
+        args.stream = stream.cuda_stream
+        args.num_tokens = len(x)
+        args.x, args.ids = x.data_ptr(), ids.data_ptr()
+        args.w1, args.w2, args.num_w = _pointers(w1, "w1"), _pointers(w2, "w2"), len(w1)
+        args.activation, args.act_limit = _activation(activation, act_limit), act_limit
+        args.layer = self.layer % LAYERS
+        limit = self.settings.timeout_s if self.calls else self.settings.first_timeout_s
+        args.workspace.timeout_ns = int(limit * 1e9)
+        self.calls, self.layer, self.last_layer = self.calls + 1, 0, self.layer
 
     def _shape(self, num_experts: int, intermediate: int) -> _Shape:
         """Local buffers and prepared arguments for layers of E experts and intermediate size I."""
@@ -231,10 +316,14 @@ class Communicator:
         shape = self._shapes.get(key)
         if shape is None:
             problem, layout = self._problem(num_experts, intermediate)
-            local = aligned_empty(layout.local_bytes, self.device)
+            local = aligned_empty(layout.local_backward_bytes, self.device)
             workspace = self._workspace(problem, local.data_ptr())
-            args = ForwardArgs(workspace=workspace, comm_sms=self.settings.comm_sms)
-            shape = self._shapes[key] = _Shape(layout, local, args)
+            shape = self._shapes[key] = _Shape(
+                layout,
+                local,
+                ForwardArgs(workspace=workspace, comm_sms=self.settings.comm_sms),
+                BackwardArgs(workspace=workspace, comm_sms=self.settings.backward_comm_sms),
+            )
         return shape
 
     def _problem(self, num_experts: int, intermediate: int) -> tuple[ProblemStruct, Layout]:
@@ -266,7 +355,8 @@ class Communicator:
 class _Shape:
     layout: Layout
     local: Tensor
-    args: ForwardArgs
+    forward: ForwardArgs
+    backward: BackwardArgs
 
 
 @dataclass
@@ -292,6 +382,65 @@ class Call:
     def forward(self) -> None:
         with torch.cuda.device(self.device):
             library.call("mok_forward", ctypes.byref(self.args))
+
+
+@dataclass
+class BackwardCall:
+    """One backward call of one rank: dx [T, H] bf16 and dp [T, K] fp32, without rows where not needed.
+
+    `backward` launches the kernel and does not wait. `finish` then rounds weight gradients that are not
+    wanted in the kernel's fp32; where one thread launches for several ranks, after the kernels of all.
+    """
+
+    device: torch.device
+    args: BackwardArgs
+    dx: Tensor
+    dp: Tensor
+    rounded: list[tuple[list[Tensor], list[Tensor]]]
+    accumulate: bool
+    keep: Any
+
+    def backward(self) -> None:
+        with torch.cuda.device(self.device):
+            library.call("mok_backward", ctypes.byref(self.args))
+
+    def finish(self) -> None:
+        add_or_copy = torch._foreach_add_ if self.accumulate else torch._foreach_copy_
+        for wanted, sums in self.rounded:
+            add_or_copy(wanted, sums)
+
+
+def _gradient_targets(
+    dw1: Sequence[Tensor], dw2: Sequence[Tensor], accumulate: bool, one_turn: bool
+) -> tuple[Sequence[Tensor], Sequence[Tensor], bool]:
+    """(what the kernel writes for dw1, for dw2, whether it adds): the tensors wanted, or fp32 in their place.
+
+    A sum is rounded once, so the kernel writes bf16 itself only where it neither adds to what is there nor
+    needs several turns for an expert.
+    """
+
+    def direct(wanted: Sequence[Tensor]) -> bool:
+        dtypes = {t.dtype for t in wanted}
+        reachable = all(t.is_contiguous() and t.data_ptr() % VECTOR_BYTES == 0 for t in wanted)
+        rounds_once = one_turn and not accumulate and dtypes == {torch.bfloat16}
+        return reachable and (dtypes <= {torch.float32} or rounds_once)
+
+    def target(wanted: Sequence[Tensor], keep: bool) -> Sequence[Tensor]:
+        if keep or not wanted:
+            return wanted
+        sums = wanted[0].new_empty(len(wanted), *wanted[0].shape, dtype=torch.float32)
+        return list(sums.unbind())
+
+    kept = [direct(dw1), direct(dw2)]
+    if accumulate and not all(kept):
+        kept, accumulate = [False, False], False
+    return target(dw1, kept[0]), target(dw2, kept[1]), accumulate
+
+
+def _vectors(rows: Tensor) -> Tensor:
+    """The same values, contiguous and aligned to VECTOR_BYTES."""
+    rows = rows.contiguous()
+    return rows if rows.data_ptr() % VECTOR_BYTES == 0 else rows.clone()
 
 
 def _pointers(weights: Sequence[Tensor], name: str) -> Any:
@@ -365,18 +514,62 @@ def moe_forward(
     communicator = lookup(comm)
     communicator.check()
     with communicator.aborting():
-        for name, got, need in (
-            ("num_ranks", num_ranks, communicator.size),
-            ("max_tokens", max_tokens, communicator.max_tokens),
-            ("x.shape[1]", x.shape[1], communicator.hidden),
-            ("ids.shape[1]", ids.shape[1], communicator.top_k),
-            ("x.dtype", x.dtype, torch.bfloat16),
-        ):
-            if got != need:
-                raise ValueError(f"moe: {name}: got {got}, need {need}, for which the communicator was made")
+        _check_fits(communicator, x, ids, num_ranks, max_tokens)
         if len(x) > max_tokens:
             raise workspace_too_small(len(x), max_tokens)
         call = communicator.prepare(x, ids, probs, w1, w2, num_experts, save_rows, activation, act_limit)
         call.schedule_rows()
         call.forward()
     return call.out, call.h, call.schedule if save_rows >= 0 else call.schedule.new_empty(0)
+
+
+def moe_backward(
+    dy: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    w1: Sequence[Tensor],
+    w2: Sequence[Tensor],
+    h: Tensor,
+    schedule: Tensor,
+    dw1: Sequence[Tensor],
+    dw2: Sequence[Tensor],
+    comm: int,
+    num_experts: int,
+    top_k: int,
+    max_tokens: int,
+    num_ranks: int,
+    accumulate: int,
+    needs: int,
+    activation: int,
+    act_limit: float,
+) -> tuple[Tensor, Tensor]:
+    """torch.ops.megatron_mok.moe_backward on CUDA (see ops.definitions).
+
+    PeerTimeout, PeerAbort, ProtocolMismatch where an earlier call failed.
+    """
+    communicator = lookup(comm)
+    communicator.check()
+    with communicator.aborting(CallKind.BACKWARD):
+        _check_fits(communicator, x, ids, num_ranks, max_tokens)
+        if dy.shape != x.shape or dy.dtype != x.dtype:
+            raise ValueError(f"moe: dy: got {tuple(dy.shape)} {dy.dtype}, need {tuple(x.shape)} {x.dtype}")
+        call = communicator.prepare_backward(
+            dy, x, ids, w1, w2, h, schedule, dw1, dw2, num_experts, bool(accumulate), needs, activation,
+            act_limit,
+        )  # fmt: skip
+        call.backward()
+    call.finish()
+    return call.dx, call.dp
+
+
+def _check_fits(communicator: Communicator, x: Tensor, ids: Tensor, num_ranks: int, max_tokens: int) -> None:
+    """ValueError naming what the communicator was not made for."""
+    for name, got, need in (
+        ("num_ranks", num_ranks, communicator.size),
+        ("max_tokens", max_tokens, communicator.max_tokens),
+        ("x.shape[1]", x.shape[1], communicator.hidden),
+        ("ids.shape[1]", ids.shape[1], communicator.top_k),
+        ("x.dtype", x.dtype, torch.bfloat16),
+    ):
+        if got != need:
+            raise ValueError(f"moe: {name}: got {got}, need {need}, for which the communicator was made")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..errors import MokError, PeerAbort, PeerTimeout, ProtocolMismatch, WorkspaceTooSmall
-from .structs import ErrorRecord, Failure, Phase
+from .structs import CallKind, ErrorRecord, Failure, Phase
 
-_KINDS = {1: "forward", 2: "backward"}
+_KINDS = {kind.value: kind.name.lower() for kind in CallKind}
 _STAMPED = (Phase.PUBLISH, Phase.COMBINE)  # phases that wait for a peer's stamp; the others wait for a count
 _BEFORE_CALL = (Phase.PUBLISH, Phase.GRID)  # phases in which the workspace still counts the previous call
 

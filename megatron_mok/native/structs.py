@@ -45,6 +45,13 @@ class Phase(IntEnum):
     COMBINE = 7
 
 
+class CallKind(IntEnum):
+    """What a call is, in a flag word and in `kind` of an error record."""
+
+    FORWARD = 1
+    BACKWARD = 2
+
+
 class _Versioned(ctypes.Structure):
     """A struct that starts with its size and the ABI version, filled in here."""
 
@@ -82,7 +89,7 @@ class Layout(_Versioned):
         ("minibatch_units", c_int32),
         ("ring_blocks", c_int32),
         ("act_blocks", c_int32),
-        ("reserved", c_int32),
+        ("segment_units", c_int32),
         ("off_flags", c_int64),
         ("off_tokens", c_int64),
         ("off_ids", c_int64),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .definitions import NEEDS_DP, NEEDS_DX, moe_backward
+from .definitions import NEEDS_DP, NEEDS_DX, moe_backward, ranks_of
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
@@ -80,16 +80,16 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     _, h, schedule = output
     ctx.mark_non_differentiable(h, schedule)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, h, schedule, *w1, *w2)
+    ctx.save_for_backward(x, ids, h, schedule, *w1, *w2)
     # The same weights once more: their attributes (main_grad) do not survive hooks on saved tensors.
     ctx.weights = (list(w1), list(w2))
-    ctx.top_k = ids.shape[1]
     ctx.integers = integers
+    ctx.layer = ranks_of(integers[0]).last_layer
 
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple:
     comm, num_experts, max_tokens, num_ranks, save_rows, activation, act_limit = ctx.integers
-    x, h, schedule, *saved = ctx.saved_tensors
+    x, ids, h, schedule, *saved = ctx.saved_tensors
     w1, w2 = saved[: len(ctx.weights[0])], saved[len(ctx.weights[0]) :]
     if save_rows < 0:
         raise RuntimeError("moe_forward ran with save_rows = -1 (no gradient wanted): there is none to give")
@@ -99,12 +99,13 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple:
         raise NotImplementedError(
             "moe_backward has no gradient of its own: create_graph=True is not supported"
         )
+    ranks_of(comm).layer = ctx.layer
     need_x, _, need_p, need_w1, need_w2 = ctx.needs_input_grad[:5]
     needed = (need_w1, need_w2)
     (dw1, dw2), accumulate = weight_gradient_buffers(ctx.weights, needed)
     dx, dp = moe_backward(
-        dy.contiguous(), x, w1, w2, h, schedule, dw1, dw2, comm, num_experts, ctx.top_k, max_tokens,
-        num_ranks, int(accumulate), NEEDS_DX * need_x | NEEDS_DP * need_p, activation, act_limit,
+        dy.contiguous(), x, ids, w1, w2, h, schedule, dw1, dw2, comm, num_experts, ids.shape[1],
+        max_tokens, num_ranks, int(accumulate), NEEDS_DX * need_x | NEEDS_DP * need_p, activation, act_limit,
     )  # fmt: skip
     grads = [
         [_returned(w, need, buffer) for w, need, buffer in zip(ws, flags, buffers, strict=True)]

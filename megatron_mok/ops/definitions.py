@@ -9,7 +9,8 @@ moe_forward(x [T, H], ids [T, K] int32, probs [T, K] fp32, w1, w2, ...) -> (out 
     may bring. save_rows: S, or -1 where no gradient is wanted (h and schedule come back empty).
     activation: reference.activation.Activation; act_limit: its clamp, 0 for none.
 
-moe_backward(dy [T, H], x, w1, w2, h, schedule, dw1, dw2, ...) -> (dx [T, H], dp [T, K] fp32)
+moe_backward(dy [T, H], x, ids, w1, w2, h, schedule, dw1, dw2, ...) -> (dx [T, H], dp [T, K] fp32)
+    ids, h, schedule: of the forward call (ids tell the kernels which of this rank's slots no peer fills).
     dw1, dw2: empty where not wanted, else buffers like w1 and w2, in fp32 or the weights' dtype; accumulate=1
     adds into them, 0 writes them (zeros for an expert without rows). needs: 1 for dx, 2 for dp; what is not
     needed comes back without rows.
@@ -41,9 +42,9 @@ torch.library.define(
 )
 torch.library.define(
     "megatron_mok::moe_backward",
-    "(Tensor dy, Tensor x, Tensor[] w1, Tensor[] w2, Tensor h, Tensor schedule, Tensor(a!)[] dw1, "
-    "Tensor(b!)[] dw2, int comm, SymInt num_experts, SymInt top_k, SymInt max_tokens, int num_ranks, "
-    "int accumulate, int needs, int activation, float act_limit) -> (Tensor dx, Tensor dp)",
+    "(Tensor dy, Tensor x, Tensor ids, Tensor[] w1, Tensor[] w2, Tensor h, Tensor schedule, "
+    "Tensor(a!)[] dw1, Tensor(b!)[] dw2, int comm, SymInt num_experts, SymInt top_k, SymInt max_tokens, "
+    "int num_ranks, int accumulate, int needs, int activation, float act_limit) -> (Tensor dx, Tensor dp)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 moe_forward = torch.ops.megatron_mok.moe_forward.default
@@ -107,8 +108,8 @@ def _reference_forward(
 
 
 def _reference_backward(
-    dy, x, w1, w2, h, schedule, dw1, dw2, comm, num_experts, top_k, max_tokens, num_ranks, accumulate, needs,
-    activation, act_limit,
+    dy, x, ids, w1, w2, h, schedule, dw1, dw2, comm, num_experts, top_k, max_tokens, num_ranks, accumulate,
+    needs, activation, act_limit,
 ):  # fmt: skip
     return layer.backward(
         exchange.lookup(comm), dy, x, w1, w2, h, schedule, dw1, dw2, num_experts, top_k, bool(accumulate),
@@ -136,6 +137,11 @@ def _native(name: str):
     return getattr(module, name)
 
 
+def ranks_of(comm: int):
+    """The communicator behind a handle. ValueError where it was released."""
+    return exchange.lookup(comm) if exchange.registered(comm) else _native("lookup")(comm)
+
+
 def _cuda_forward(x, ids, probs, w1, w2, comm, *rest):
     if exchange.registered(comm):
         return _reference_forward(x, ids, probs, w1, w2, comm, *rest)
@@ -145,10 +151,10 @@ def _cuda_forward(x, ids, probs, w1, w2, comm, *rest):
     return _native("moe_forward")(x, ids, probs, w1, w2, comm, *rest)
 
 
-def _cuda_backward(dy, x, w1, w2, h, schedule, dw1, dw2, comm, *rest):
+def _cuda_backward(dy, x, ids, w1, w2, h, schedule, dw1, dw2, comm, *rest):
     here = exchange.registered(comm)
     run = _reference_backward if here else _native("moe_backward")
-    return run(dy, x, w1, w2, h, schedule, dw1, dw2, comm, *rest)
+    return run(dy, x, ids, w1, w2, h, schedule, dw1, dw2, comm, *rest)
 
 
 torch.library.impl("megatron_mok::moe_forward", "CUDA", _cuda_forward)
@@ -173,8 +179,8 @@ def _fake_forward(
 
 
 def _fake_backward(
-    dy, x, w1, w2, h, schedule, dw1, dw2, comm, num_experts, top_k, max_tokens, num_ranks, accumulate, needs,
-    activation, act_limit,
+    dy, x, ids, w1, w2, h, schedule, dw1, dw2, comm, num_experts, top_k, max_tokens, num_ranks, accumulate,
+    needs, activation, act_limit,
 ):  # fmt: skip
     tokens = x.shape[0]
     return (

@@ -115,7 +115,7 @@ class Exchange:
         self.first_timeout_s = limit if first_timeout_s is None else first_timeout_s
         self.number, self.precision = number, precision
         self.calls, self.layer = 0, 0
-        self._layer, self._forwards = 0, 0  # of the call that runs; begun so far
+        self.last_layer, self._forwards = 0, 0  # of the call that runs or ran last; begun so far
         self.failure: Exception | None = None
         self._wire = _wire_device(group)
         self._peers = [r for r in range(self.size) if r != self.rank]
@@ -135,7 +135,7 @@ class Exchange:
             )
         self._begin()
         self._forwards += kind == Call.FORWARD
-        words = self._trade(Word(self.number, self.calls, kind, self._layer, tokens, needs, asks))
+        words = self._trade(Word(self.number, self.calls, kind, self.last_layer, tokens, needs, asks))
         mine = words[self.rank]
         for peer, word in enumerate(words):
             if word.kind == Call.ABORT:
@@ -152,7 +152,7 @@ class Exchange:
         if self.failure is None:
             self._begin()
             try:
-                self._trade(Word(self.number, self.calls, Call.ABORT, self._layer, 0, 0, ()))
+                self._trade(Word(self.number, self.calls, Call.ABORT, self.last_layer, 0, 0, ()))
             except (PeerAbort, PeerTimeout):
                 pass  # they have an error of their own; ours is the one to raise
 
@@ -233,7 +233,7 @@ class Exchange:
 
     def _begin(self) -> None:
         self.calls += 1
-        self._layer, self.layer = self.layer, 0
+        self.last_layer, self.layer = self.layer, 0
 
     def _trade(self, word: Word) -> list[Word]:
         """Every rank's word. Point to point, so that a silent peer is known by its rank."""
@@ -280,7 +280,7 @@ class Exchange:
                 late = PeerTimeout(
                     rank=self.rank,
                     call=self.calls,
-                    layer=self._layer or None,
+                    layer=self.last_layer or None,
                     phase=phase,
                     peer=peer,
                     expected=expected,

@@ -96,7 +96,7 @@ def _check(request: Request, num_ranks: int) -> None:
     config = request.config
     if config.num_sms and not 4 <= config.num_sms <= sms:
         problems.append(Problem("num_sms", config.num_sms, f"4 to {sms}, this GPU's", "leave it out"))
-    if config.comm_sms and config.comm_sms[0] >= (config.num_sms or sms // 2 * 2):
+    if config.comm_sms and max(config.comm_sms) >= (config.num_sms or sms // 2 * 2):
         problems.append(
             Problem("comm_sms", config.comm_sms, f"fewer than num_sms ({config.num_sms or sms})", "lower it")
         )
@@ -114,6 +114,7 @@ def _settings(request: Request, ranks: exchange.Exchange) -> native.Settings:
     return native.Settings(
         num_sms=config.num_sms or sms // 2 * 2,
         comm_sms=config.comm_sms[0] if config.comm_sms else 0,
+        backward_comm_sms=config.comm_sms[1] if config.comm_sms else 0,
         minibatch_units=-(-(config.minibatch_rows or 0) // native.UNIT_ROWS),
         ring_rows=config.ring_rows or 0,
         timeout_s=ranks.timeout_s,

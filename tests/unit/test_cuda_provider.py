@@ -98,8 +98,9 @@ def test_settings_follow_the_configuration(machine):
     config = MokConfig(comm_sms=(8, 16), minibatch_rows=384, ring_rows=1280)
     settings = cuda._settings(request(config=config), Ranks(0, GPUS))
     assert settings == native.Settings(
-        num_sms=132, comm_sms=8, minibatch_units=2, ring_rows=1280, timeout_s=10.0, first_timeout_s=60.0
-    )
+        num_sms=132, comm_sms=8, backward_comm_sms=16, minibatch_units=2, ring_rows=1280, timeout_s=10.0,
+        first_timeout_s=60.0,
+    )  # fmt: skip
     assert cuda._settings(request(), Ranks(0, GPUS[:1])).first_timeout_s == 10.0
 
 

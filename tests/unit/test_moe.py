@@ -32,8 +32,9 @@ def run(comm, q, *, save_rows=None, max_tokens=None, poison=False):
     wide = moe.accumulation_dtype(q.x.dtype)
     dw1, dw2 = (torch.full_like(w, float("nan"), dtype=wide) for w in (q.w1, q.w2))
     dx, dp = moe_backward(
-        q.dy, q.x, [q.w1], [q.w2], h, table, [dw1], [dw2], comm, size[0], top_k, size[1], 1, 0, 3, kind, limit
-    )
+        q.dy, q.x, q.ids, [q.w1], [q.w2], h, table, [dw1], [dw2], comm, size[0], top_k, size[1], 1, 0, 3,
+        kind, limit,
+    )  # fmt: skip
     return {"out": out, "dx": dx, "dp": dp, "dw1": dw1, "dw2": dw2}
 
 
@@ -324,7 +325,7 @@ def test_B33_weight_gradients_of_many_turns_add_up_in_fp32(comm):
             q.x[part], q.ids[part], q.p[part], [q.w1], [q.w2], comm, 1, 128, 1, 128, 0, 0.0
         )
         moe_backward(
-            q.dy[part], q.x[part], [q.w1], [q.w2], h, table, [total["dw1"]], [total["dw2"]],
+            q.dy[part], q.x[part], q.ids[part], [q.w1], [q.w2], h, table, [total["dw1"]], [total["dw2"]],
             comm, 1, 1, 128, 1, 1, 0, 0, 0.0,
         )  # fmt: skip
     for name in total:

@@ -129,8 +129,9 @@ def run(comm, q, save_rows=1024):
     out, h, table = moe_forward(q.x, q.ids, q.p, [q.w1], [q.w2], comm, *size, save_rows, 0, 0.0)
     dw1, dw2 = (torch.empty(w.shape) for w in (q.w1, q.w2))
     dx, dp = moe_backward(
-        q.dy, q.x, [q.w1], [q.w2], h, table, [dw1], [dw2], comm, size[0], top_k, size[1], 1, 0, 3, 0, 0.0
-    )
+        q.dy, q.x, q.ids, [q.w1], [q.w2], h, table, [dw1], [dw2], comm, size[0], top_k, size[1], 1, 0, 3, 0,
+        0.0,
+    )  # fmt: skip
     return {"out": out, "dx": dx, "dp": dp, "dw1": dw1, "dw2": dw2}
 
 

@@ -160,6 +160,55 @@ def test_activations_are_numbered_as_in_the_header():
             number(kind, limit)
 
 
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "accumulate", "one_turn", "direct"),
+    [
+        ((FP32, FP32), False, False, (True, True)),
+        ((FP32, FP32), True, False, (True, True)),
+        ((BF16, BF16), False, True, (True, True)),
+        ((BF16, BF16), False, False, (False, False)),
+        ((BF16, BF16), True, True, (False, False)),
+        ((FP32, BF16), False, False, (True, False)),
+        ((FP32, BF16), True, True, (False, False)),
+    ],
+    ids=str,
+)
+def test_B33_the_kernel_writes_bf16_only_where_one_rounding_is_left(dtypes, accumulate, one_turn, direct):
+    for count in (1, 3):
+        wanted = [[torch.empty(4, 8, dtype=dtype) for _ in range(count)] for dtype in dtypes]
+        *written, adds = communicator._gradient_targets(*wanted, accumulate, one_turn)
+        for want, got, same in zip(wanted, written, direct, strict=True):
+            assert (got is want) == same
+            assert len(got) == count and all(t.shape == (4, 8) and t.is_contiguous() for t in got)
+            assert all(t.dtype == (want[0].dtype if same else FP32) for t in got)
+        assert adds == (accumulate and all(direct))
+
+
+def test_B35_frozen_weights_and_unreachable_buffers():
+    whole = torch.empty(4, 8, dtype=FP32)
+    assert communicator._gradient_targets([], [whole], True, False) == ([], [whole], True)
+    for bad in (torch.empty(8, 4).t(), torch.empty(33)[1:].view(4, 8)):
+        _, (written,), adds = communicator._gradient_targets([], [bad], True, False)
+        assert written is not bad and written.is_contiguous() and not adds
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_B36_temporary_sums_are_rounded_once(accumulate):
+    """256 + 1.0078125 is 258 in bf16; had the part been rounded to 1.0 before, it would be 256."""
+    wanted = [torch.full((2, 2), 256.0, dtype=BF16), torch.full((2, 2), -3.0, dtype=BF16)]
+    sums = [torch.full((2, 2), 1.0078125), torch.full((2, 2), 3.0)]
+    call = native.BackwardCall(
+        torch.device("cpu"), structs.BackwardArgs(), *[torch.empty(0)] * 2, [(wanted, sums)], accumulate, None
+    )
+    before = [w.clone() for w in wanted]
+    call.finish()
+    for was, got, part in zip(before, wanted, sums, strict=True):
+        assert torch.equal(got, (was.float() + part if accumulate else part).bfloat16())
+
+
 def test_released_handle_is_an_error():
     with pytest.raises(ValueError, match="released"):
         native.lookup(10**6)

@@ -58,7 +58,8 @@ typedef struct {
   int64_t schedule_ints;     // int32 words of one schedule blob
   int64_t schedule_rows;     // CAP: rows of its columns
   int64_t saved_row_bytes;   // bytes of h per saved row (4*I in bf16)
-  int32_t minibatch_units, ring_blocks, act_blocks, reserved;
+  int32_t minibatch_units, ring_blocks, act_blocks;
+  int32_t segment_units;     // units of 256 rows of one expert that a weight gradient sums in one turn, at least 1
   int64_t off_flags, off_tokens, off_ids, off_probs, off_x, off_dy, off_slots, off_dp_slots;
 } MokLayout;
 
