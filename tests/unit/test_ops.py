@@ -614,8 +614,15 @@ def has_compiler():
     return shutil.which("c++") is not None or shutil.which("g++") is not None
 
 
+@pytest.fixture
+def no_compiler_cache():
+    """inductor's cache does not know the operators' schemas: a graph of an older version would come back."""
+    with torch.compiler.config.patch(force_disable_caches=True):
+        yield
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"], ids="B61-{}".format)
-def test_compile_fullgraph(backend, monkeypatch):
+def test_compile_fullgraph(backend, no_compiler_cache):
     import torch._dynamo as dynamo
 
     if backend == "inductor" and not has_compiler():
@@ -623,8 +630,6 @@ def test_compile_fullgraph(backend, monkeypatch):
     if dynamo.config.disable:
         pytest.skip("TORCHDYNAMO_DISABLE is set")
     dynamo.reset()
-    # inductor's cache does not know the operators' schemas: a graph of an older version would come back
-    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     big = problem(tokens=32)
     comm = comm_for(big, max_tokens=32)
     router = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
