@@ -699,3 +699,80 @@ def refused(changes: dict[str, Any], ep: int = 4) -> tuple[str, str] | None:
     except Exception as error:
         return type(error).__name__, str(error)
     return None
+
+
+# --- construction
+
+
+def announce() -> dict[str, Any]:
+    """Classes of the layers of both dispatchers, and the lines that were printed."""
+    import contextlib
+    import io
+
+    layout(4)
+    megatron_mok.unregister()
+    megatron_mok.register()
+    megatron_mok.configure(megatron_mok.MokConfig())
+    printed = io.StringIO()
+    result: dict[str, Any] = {}
+    with contextlib.redirect_stdout(printed):
+        for name in ("mok", "alltoall", "mok"):
+            trainer = model.Trainer(name)
+            layer = trainer.models[0].module.decoder.layers[-1].mlp
+            result[name] = [type(part).__name__ for part in (layer, layer.experts, layer.token_dispatcher)]
+            if name == "mok":
+                configs = (layer.config, layer.experts.config, layer.shared_experts.config)
+                result["type_kept"] = {c.moe_token_dispatcher_type for c in configs} == {"mok"}
+    result["lines"] = [line for line in printed.getvalue().splitlines() if "megatron_mok" in line]
+    return result
+
+
+class _PlainGroupedLinear(torch.nn.Module):
+    """The part of a grouped linear layer that the fused experts use: its weights' names."""
+
+    def __init__(self, count: int, in_features: int, out_features: int, **_: Any) -> None:
+        super().__init__()
+        for i in range(count):
+            self.register_parameter(f"weight{i}", torch.nn.Parameter(torch.empty(out_features, in_features)))
+
+
+def grouped_experts() -> bool:
+    """TEGroupedMLP's subclass against SequentialMLP's, same weights and routes."""
+    import dataclasses
+    import functools
+
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+
+    from megatron_mok.mcore.layer import MokMoELayer
+
+    layout(4)
+    megatron_mok.configure(megatron_mok.MokConfig())
+    config = layer_config()
+    sequential = make_layer(config)
+    parts = GroupedMLPSubmodules(
+        linear_fc1=_PlainGroupedLinear, linear_fc2=_PlainGroupedLinear, activation_func=None
+    )
+    submodules = dataclasses.replace(
+        sequential.submodules, experts=functools.partial(TEGroupedMLP, submodules=parts)
+    )
+    grouped = MokMoELayer(config, submodules)
+    names = [name for name, _ in grouped.experts.named_parameters()]
+    assert names == ["linear_fc1.weight0", "linear_fc1.weight1", "linear_fc2.weight0", "linear_fc2.weight1"]
+    with torch.no_grad():
+        for i, expert in enumerate(sequential.experts.local_experts):
+            grouped.experts.linear_fc1.get_parameter(f"weight{i}").copy_(expert.linear_fc1.weight)
+            grouped.experts.linear_fc2.get_parameter(f"weight{i}").copy_(expert.linear_fc2.weight)
+    probs, routing = random_routes(16)
+    outs = []
+    for layer in (sequential, grouped):
+        x = tokens_of(16).requires_grad_()
+        layer.router.forward = lambda *_: (probs, routing)
+        out, _ = layer(x.unsqueeze(1))
+        out.sum().backward()
+        outs.append((out, x.grad))
+    same = torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
+    for i, expert in enumerate(sequential.experts.local_experts):
+        same &= torch.equal(
+            grouped.experts.linear_fc1.get_parameter(f"weight{i}").grad, expert.linear_fc1.weight.grad
+        )
+    return same

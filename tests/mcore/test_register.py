@@ -1,0 +1,322 @@
+"""register(), the launcher, the arguments, the layer's construction.
+
+B61's and B84's halves on Megatron-Core main cannot run here: main is on no package index.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+import typing
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_mok
+from megatron_mok.errors import ConfigError
+
+ROOT = pathlib.Path(megatron_mok.__file__).parent.parent
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other tests have imported megatron.training
+        megatron_mok.register()
+    megatron_mok.configure(megatron_mok.MokConfig())
+    yield
+    megatron_mok.unregister()
+    megatron_mok.configure(megatron_mok.MokConfig())
+
+
+def run_python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, **options)
+
+
+@pytest.mark.short
+def test_import_loads_nothing_heavy_B70() -> None:
+    code = (
+        "import sys, megatron_mok; megatron_mok.MokConfig; "
+        "print([m for m in ('torch', 'megatron.core', 'numpy') if m in sys.modules])"
+    )
+    result = run_python("-c", code)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_root_keeps_old_syntax() -> None:
+    """`mok doctor` imports the package's root on any Python >= 3.9."""
+    for file in ("__init__.py", "env.py", "errors.py"):
+        ast.parse((ROOT / "megatron_mok" / file).read_text(), feature_version=(3, 9))
+
+
+def test_lazy_names() -> None:
+    for name in megatron_mok.__all__:
+        assert getattr(megatron_mok, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        megatron_mok.nonsense  # noqa: B018
+
+
+@pytest.mark.short
+def test_register_is_idempotent_and_undone() -> None:
+    from megatron.core.models.gpt import moe_module_specs
+    from megatron.core.transformer import TransformerConfig
+    from megatron.training import arguments
+
+    def seams() -> list[Any]:
+        field = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
+        return [
+            field.type,
+            TransformerConfig.__post_init__,
+            moe_module_specs.MoELayer,
+            arguments.add_megatron_arguments,
+        ]
+
+    assert not megatron_mok.is_registered()
+    before = seams()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        megatron_mok.register()
+    after = seams()
+    megatron_mok.register()
+    assert megatron_mok.is_registered() and seams() == after
+    assert typing.get_args(after[0]) == (*typing.get_args(before[0]), "mok")
+    assert all(a is not b for a, b in zip(after, before, strict=True))
+    assert issubclass(after[2], before[2])
+    megatron_mok.unregister()
+    assert not megatron_mok.is_registered() and seams() == before
+
+
+def test_late_registration_is_said() -> None:
+    """Hybrid models' specs are made at import: who registers later is told."""
+    pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs")
+    with pytest.warns(UserWarning, match="hybrid"):
+        megatron_mok.register()
+    megatron_mok.unregister()
+
+
+# --- launcher
+
+
+def test_launch_runs_an_unmodified_script(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "neighbour.py").write_text("VALUE = 7\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, neighbour, megatron_mok\n"
+        "if __name__ == '__main__':\n"
+        "    print(neighbour.VALUE, sys.argv[1:], megatron_mok.is_registered())\n"
+    )
+    result = run_python("-m", "megatron_mok.launch", str(script), "--flag", "x")
+    assert result.stdout.strip().endswith("7 ['--flag', 'x'] True"), result.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["nowhere.py"]])
+def test_launch_without_a_script(arguments: list[str]) -> None:
+    result = run_python("-m", "megatron_mok.launch", *arguments)
+    assert result.returncode == 2 and "usage" in result.stderr
+
+
+# --- arguments
+
+STANDARD = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 4 --num-experts 8 --swiglu --disable-bias-linear --moe-ffn-hidden-size 32"
+).split()
+
+
+@pytest.fixture
+def parse(registered: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    from megatron.training import arguments
+
+    def run(*extra: str, dispatcher: str | None = "mok") -> Any:
+        chosen = ["--moe-token-dispatcher-type", dispatcher] if dispatcher else []
+        monkeypatch.setattr(sys, "argv", ["script", *STANDARD, *chosen, *extra])
+        return arguments.parse_args()
+
+    return run
+
+
+@pytest.mark.short
+def test_arguments_configure_B84(parse: Callable[..., Any]) -> None:
+    knobs = "--mok-comm-sms 8 16 --mok-save-capacity 0.5 --mok-main-grad off --mok-shared-device"
+    args = parse(*knobs.split(), "--mok-timeout-s", "9")
+    assert args.moe_token_dispatcher_type == "mok"
+    config = megatron_mok.current()
+    assert (config.comm_sms, config.save_capacity, config.main_grad) == ((8, 16), 0.5, "off")
+    assert config.shared_device and config.timeout_s == 9
+    assert config.max_tokens == 4 * 32, "micro batch * sequence length"
+
+
+def test_max_tokens_is_divided_by_tp_and_cp(parse: Callable[..., Any]) -> None:
+    parse(*"--tensor-model-parallel-size 2 --context-parallel-size 4 --sequence-parallel".split(),
+          *"--expert-tensor-parallel-size 1".split())  # fmt: skip
+    assert megatron_mok.current().max_tokens == 4 * 32 // 8
+    parse("--mok-max-tokens", "999")
+    assert megatron_mok.current().max_tokens == 999
+
+
+def test_bad_value_lists_choices_B84(parse: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(dispatcher="mokk")
+    message = capsys.readouterr().err
+    assert all(choice in message for choice in ("mokk", "allgather", "alltoall", "flex", "mok"))
+
+
+def test_help_lists_every_knob_B84() -> None:
+    """Of our group only: the help of Megatron 0.19's own arguments holds a bare percent sign, and fails."""
+    import argparse
+    from dataclasses import fields
+
+    from megatron_mok.mcore.args import add_arguments
+
+    shown = add_arguments(argparse.ArgumentParser()).format_help()
+    for field in fields(megatron_mok.MokConfig):
+        assert f"--mok-{field.name.replace('_', '-')}" in shown
+
+
+def test_bad_knobs_and_refused_settings_in_one_message_B85(parse: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*"--mok-num-sms 3 --mok-ring-rows 100 --moe-expert-capacity-factor 1.0".split(),
+              "--use-megatron-fsdp")  # fmt: skip
+    fields = {p.field for p in caught.value.problems}
+    assert fields == {"num_sms", "ring_rows", "moe_expert_capacity_factor", "use_megatron_fsdp"}
+
+
+def test_knobs_need_the_dispatcher_B85(parse: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="--mok-backend.*allgather"):
+        parse("--mok-backend", "reference", dispatcher="allgather")
+    assert parse(dispatcher="alltoall").moe_token_dispatcher_type == "alltoall"
+
+
+@pytest.mark.parametrize("extra", ["--moe-enable-deepep", "--moe-flex-dispatcher-backend hybridep"])
+def test_flags_of_other_dispatchers_B85(parse: Callable[..., Any], extra: str) -> None:
+    with pytest.raises(ConfigError, match="flex"):
+        parse(*extra.split())
+
+
+@pytest.mark.parametrize("extra", ["--fake-process-group", "--moe-use-upcycling", "--use-torch-fsdp2"])
+def test_refused_arguments_that_are_no_configuration_fields(parse: Callable[..., Any], extra: str) -> None:
+    with pytest.raises(ConfigError, match=extra[2:].replace("-", "_")):
+        parse(extra)
+
+
+def test_without_the_plugin_the_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import arguments
+
+    assert not megatron_mok.is_registered()
+    monkeypatch.setattr(sys, "argv", ["script", *STANDARD, "--moe-token-dispatcher-type", "mok"])
+    with pytest.raises(SystemExit):
+        arguments.parse_args()
+
+
+# --- configuration
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(comm_sms=(8, 7)), dict(comm_sms=8), dict(minibatch_rows=100), dict(ring_rows=0),
+        dict(num_sms=1),
+        dict(save_capacity=-1.0), dict(save_capacity=float("inf")), dict(precision="fp64"),
+        dict(backend="gpu"),
+        dict(timeout_s=0), dict(preset=""), dict(max_tokens=0), dict(max_tokens=True),
+        dict(main_grad="yes"),
+        dict(shared_device=1), dict(check_every=-1),
+    ],
+    ids=lambda v: next(iter(v)),
+)  # fmt: skip
+def test_bad_configuration(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        megatron_mok.MokConfig(**values)
+    problem = caught.value.problems[0]
+    assert (problem.field, problem.got) == next(iter(values.items()))
+    assert problem.need and problem.remedy and problem.field in str(caught.value)
+
+
+def test_configure_and_current() -> None:
+    before = megatron_mok.current()
+    try:
+        assert megatron_mok.configure(save_capacity=2.0).save_capacity == 2.0
+        assert megatron_mok.configure(num_sms=64) == megatron_mok.current()
+        assert megatron_mok.current().save_capacity == 2.0
+        with pytest.raises(ConfigError):
+            megatron_mok.configure(num_sms=63)
+        assert megatron_mok.current().num_sms == 64, "a refused change leaves all as it was"
+        with pytest.raises(TypeError):
+            megatron_mok.configure({"num_sms": 2})  # type: ignore[arg-type]
+    finally:
+        megatron_mok.configure(before)
+
+
+# --- layers
+
+
+def test_unknown_experts_are_refused() -> None:
+    from megatron_mok.mcore.experts import with_mok
+
+    with pytest.raises(ConfigError, match="SequentialMLP or TEGroupedMLP"):
+        with_mok(torch.nn.Linear)
+
+
+def test_layer_that_is_not_ours_is_an_error() -> None:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megatron_mok.mcore.layer import check_applied
+
+    class Foreign(MoELayer):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.config = SimpleNamespace(moe_token_dispatcher_type="mok")
+            self.experts = torch.nn.Linear(1, 1)
+
+    with pytest.raises(ConfigError, match="Foreign"):
+        check_applied(torch.nn.Sequential(Foreign()))
+    assert check_applied(torch.nn.Linear(1, 1)) == 0
+
+
+def test_pre_hooks_of_bypassed_modules_run() -> None:
+    """Megatron's DDP finishes gathering a module's weights in such a hook."""
+    from megatron_mok.mcore.experts import run_forward_pre_hooks
+
+    first, second = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 2)
+    seen: list[Any] = []
+    first.register_forward_pre_hook(lambda module, args: seen.append(module))
+    first[0].register_forward_pre_hook(lambda module, args, kwargs: seen.append(module), with_kwargs=True)
+    second.register_forward_pre_hook(lambda module, args: seen.append(module))
+    run_forward_pre_hooks(([first], [second]))
+    assert seen == [first, first[0], second]
+    second.register_forward_pre_hook(lambda module, args: (torch.ones(2),))
+    with pytest.raises(RuntimeError, match="Linear"):
+        run_forward_pre_hooks(([first], [second]))
+
+
+def test_built_model_and_one_line_B85(ranks: Any) -> None:
+    """Both kinds of layers in one process; the back end and its reason are said once, by rank 0."""
+    results = ranks.run("cases:announce")
+    assert all(r["mok"] == ["MokMoELayer", "MokSequentialMLP", "MokTokenDispatcher"] for r in results)
+    assert all(r["alltoall"][1:] == ["SequentialMLP", "MoEAlltoAllTokenDispatcher"] for r in results)
+    assert all(r["type_kept"] for r in results)
+    assert [len(r["lines"]) for r in results] == [1, 0, 0, 0]
+    assert "reference back end" in results[0]["lines"][0] and "no GPU" in results[0]["lines"][0]
+
+
+def test_grouped_experts(ranks: Any) -> None:
+    """TEGroupedMLP's form, its linear layers replaced by plain modules with weight0, weight1, ...: the same
+    bits."""
+    assert all(ranks.run("cases:grouped_experts"))
+
+
+def test_transformer_engine_experts() -> None:
+    pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    from megatron_mok.mcore.experts import MokTEGroupedMLP, with_mok
+
+    builder = with_mok(TESpecProvider().grouped_mlp_modules(True))
+    assert builder.func is MokTEGroupedMLP  # type: ignore[attr-defined]
