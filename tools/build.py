@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,8 +53,9 @@ def run(*command: str) -> None:
 
 
 def compiler_found() -> bool:
-    cache = (BUILD / "CMakeCache.txt").read_text()
-    return "MOK_NVCC-NOTFOUND" not in cache
+    """Whether CMake found nvcc (or was told to do without)."""
+    cached = re.search(r"^MOK_NVCC:\w+=(.*)$", (BUILD / "CMakeCache.txt").read_text(), flags=re.M)
+    return cached is not None and cached[1] not in ("OFF", "MOK_NVCC-NOTFOUND")
 
 
 def main() -> None:

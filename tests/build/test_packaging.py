@@ -79,6 +79,22 @@ def test_wheel_without_nvcc(tmp_path):
     assert "mok=megatron_mok.cli:main" in zipfile.ZipFile(wheel).read(entry_points).decode().replace(" ", "")
 
 
+@pytest.mark.parametrize(("optional", "status"), [(["--optional"], 0), ([], 1)])
+def test_build_tool_without_nvcc(tmp_path, optional, status):
+    """The install goes on with one line; whoever asks for the library gets an error."""
+    for name in ("CMakeLists.txt", "csrc", "tools", "configs"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
+    ninja = Path(sys.executable).with_name("ninja")
+    command = [CMAKE, "-S", str(tmp_path), "-B", str(tmp_path / "build" / "cmake"), "-G", "Ninja"]
+    command += ["-DMOK_NVCC=OFF", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    command = [sys.executable, str(tmp_path / "tools" / "build.py"), "--dirty", *optional]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("megatron-mok: no nvcc")
+    assert not list(tmp_path.rglob("*.so"))
+
+
 @pytest.fixture(scope="module")
 def build_info() -> dict:
     """What the installed library says of itself, on a machine that may have no GPU."""
