@@ -26,7 +26,7 @@ struct BackwardParams {
   ScheduleLayout blob;
   SymmetricLayout symmetric;
   LocalLayout offsets;
-  int ring_blocks, segment_units, comm_ctas;
+  int ring_blocks, segment_units, batch_blocks, comm_ctas;
   int needs, accumulate;
   bool want_dw1, want_dw2, dw1_fp32, dw2_fp32;
   float act_limit;

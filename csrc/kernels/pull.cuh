@@ -30,6 +30,15 @@ struct PullJob {
   uint32_t* ready;             // per granule: rows in place
 };
 
+// The last granule before this one that had the same slot of a ring and has rows, or -1. An expert's last block may have none in
+// its second half; whoever had that half before it may still be read.
+__device__ __forceinline__ int last_in_slot(const int* block_words, int granule, int ring_blocks) {
+  do {
+    granule -= 2 * ring_blocks;
+  } while (granule >= 0 && block_rows(__ldg(block_words + granule / 2)) <= kGranuleRows * (granule & 1));
+  return granule < 0 ? -1 : granule;
+}
+
 // Free(granule) names the counter that says that an earlier granule's slot may be overwritten, and the count to wait for. Every lane
 // calls it with the same granule, and a warp asks for granules in ascending order.
 struct SlotFree {
@@ -76,7 +85,7 @@ class RowPuller {
       const uint32_t group = ((width == 32 ? 0u : (1u << width)) - 1u) << (i / width * width);
       // The last row of the group signals for all of it.
       const bool last = (valid & group) == 0;
-      if (granule >= 2 * job.ring_blocks) await_slot(job, granule - 2 * job.ring_blocks);
+      if (granule != free_granule_) await_slot(job, granule);
       const char* source = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(from), i));
       char* target = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(to), i));
       pending_ += 1;
@@ -106,10 +115,11 @@ class RowPuller {
 
  private:
   // Before a wait all copies in flight are completed and signalled, or the tiles that we wait for could wait for them.
-  __device__ void await_slot(const PullJob& job, int old_granule) {
-    const int word = __ldg(job.block_words + old_granule / 2);
-    if (old_granule == free_granule_ || block_rows(word) <= kGranuleRows * (old_granule & 1)) return;
-    const SlotFree slot = free_(old_granule);
+  __device__ void await_slot(const PullJob& job, int granule) {
+    free_granule_ = granule;
+    const int old = last_in_slot(job.block_words, granule, job.ring_blocks);
+    if (old < 0) return;
+    const SlotFree slot = free_(old);
     uint32_t seen = 0;
     if (lane_ == 0) seen = ptx::load_acquire_gpu(slot.counter);
     if (__shfl_sync(~0u, seen, 0) < slot.count) {
@@ -117,7 +127,6 @@ class RowPuller {
       if (lane_ == 0) wait_count(wait_, MOK_PHASE_DISPATCH, slot.counter, slot.count);
       __syncwarp();
     }
-    free_granule_ = old_granule;
     ptx::fence_proxy_async_global();
   }
 

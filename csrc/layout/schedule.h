@@ -114,31 +114,14 @@ struct GranuleShare {
   }
 };
 
-// The backward goes by segments: consecutive units of one expert, at most `segment_units`, whose rows a weight gradient sums in one
-// turn. Order of tickets in round s: h again where it was not saved (s), dx (s-1), d_act (s), weight gradients (s-1).
-// A ring of four times segment_units blocks holds segments s-1 and s whole; s needs slots that s-2 had, whose tickets are lower.
-struct Segment {
-  int index = -1, unit = 0, units = 0;  // units 0: past the last one
-  int block = 0, rows = 0, expert = -1;
-  bool first = true;  // of its expert
-
-  // The one after `s`. Word offsets as in ScheduleLayout.
-  static MOK_HD Segment after(const Segment& s, const int* table, const ScheduleLayout& layout, int segment_units) {
-    Segment next;
-    next.index = s.index + 1;
-    next.unit = s.unit + s.units;
-    if (next.unit >= table[kScheduleUnits]) return next;
-    next.block = table[layout.unit + next.unit];
-    next.expert = block_expert(table[layout.block + next.block]);
-    next.first = next.expert != s.expert;
-    const int left = table[kScheduleExperts + next.expert] - (next.block - table[layout.block_start + next.expert]) * kBlockRows;
-    const int most = segment_units * kUnitRows;
-    next.rows = left < most ? left : most;
-    next.units = ceil_div(next.rows, kUnitRows);
-    return next;
-  }
-  MOK_HD int blocks() const { return ceil_div(rows, kBlockRows); }
-};
+// The backward goes by segments: up to `segment_units` consecutive units of one expert, whose rows a weight gradient sums in one turn;
+// and by batches: consecutive whole segments of up to `batch_blocks` row blocks, at least one. Order of tickets in round b: h again where
+// it was not saved (batch b), dx (b-1), d_act (b), weight gradients (b-1). A ring of four times segment_units or batch_blocks
+// holds batches b-1 and b whole; batch b needs slots that b-2 had, whose tickets are lower: no ticket waits for a higher one.
+MOK_HD int segment_rows(int expert_rows, int rows_before, int segment_units) {
+  const int left = expert_rows - rows_before, most = segment_units * kUnitRows;
+  return left < most ? left : most;
+}
 
 // Tile t of `rows` x `columns` tiles, in bands of eight rows, so that neighbouring tickets share both operands.
 struct BandedTile {

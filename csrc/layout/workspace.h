@@ -86,9 +86,11 @@ struct Sizes {
     };
     s.ring_blocks = fit(wanted, min_ring_blocks(s.minibatch_units));
     s.act_blocks = fit(min_act_blocks(s.minibatch_units), min_act_blocks(s.minibatch_units));
-    // Two segments must fit (layout/schedule.h, Segment); four of the usual size leave room to pull ahead.
-    const int64_t segment_blocks = p.ring_rows > 0 ? ceil_div<int64_t>(p.ring_rows, kBlockRows) : 64;
-    s.backward_blocks = int(segment_blocks < 4 ? 4 : round_up<int64_t>(segment_blocks, 4));
+    // Backward: about 400 MB of rings, 64 to 124 blocks (a segment's units fit into a warp), or what the user asks for.
+    const int64_t by_memory = 400000000 / ((int64_t(4) * p.hidden + 10 * p.intermediate) * kBlockRows);
+    int64_t blocks = p.ring_rows > 0 ? ceil_div<int64_t>(p.ring_rows, kBlockRows) : by_memory < 64 ? 64 : by_memory;
+    if (blocks > cap_blocks) blocks = cap_blocks;
+    s.backward_blocks = int(blocks < 4 ? 4 : blocks > 124 ? 124 : round_up<int64_t>(blocks, 4));
     s.segment_units = s.backward_blocks / 4;
     return s;
   }
@@ -100,7 +102,7 @@ struct LocalLayout {
   // What the backward adds: it zeroes its counters itself, and its rings lie over the forward's.
   struct Backward {
     int64_t dy_ready, x_ready, h_done, dact_done;  // per granule: rows in place (64 when whole), tiles stored
-    int64_t segment_read, segment_stored;          // per segment: tiles that have read it; weight-gradient tiles stored
+    int64_t batch_read, segment_stored;            // tiles that have read a batch; granules of weight gradients stored of a segment
     int64_t dp_parts;                              // [rows][column tiles of I] fp32
     int64_t dy_ring, x_ring, dh_ring, act_ring, h_ring, bytes;
   } backward;
@@ -130,7 +132,7 @@ struct LocalLayout {
 
     at = s.x_ring;
     Backward& b = s.backward;
-    for (int64_t* counter : {&b.dy_ready, &b.x_ready, &b.h_done, &b.dact_done, &b.segment_read, &b.segment_stored})
+    for (int64_t* counter : {&b.dy_ready, &b.x_ready, &b.h_done, &b.dact_done, &b.batch_read, &b.segment_stored})
       *counter = take(s.max_blocks * 2 * 4);
     b.dp_parts = take(schedule.cap * ceil_div(p.intermediate, kTileN) * 4);
     const int64_t rows = int64_t(sizes.backward_blocks) * kBlockRows;

@@ -13,8 +13,23 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("sanitized_forward.py")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# tool -> [(pattern of a reported line, why it is not a fault)]
-ACCEPTED: dict[str, list[tuple[str, str]]] = {tool: [] for tool in TOOLS}
+# tool -> [(pattern of a report and where it was seen, why it is not a fault)]
+ACCEPTED: dict[str, list[tuple[str, str]]] = {
+    "memcheck": [],
+    "racecheck": [
+        (
+            r"Race reported between Read access at mok::ptx::wait_shared_count",
+            "a counter written by st.release and polled by ld.acquire, which the tool does not follow",
+        )
+    ],
+    "initcheck": [
+        (
+            r"Uninitialized __global__ memory read of size 16 bytes.*(reduce_slots|__ldcg)",
+            "the slots are written by bulk copies (cp.async.bulk), which the tool does not follow",
+        )
+    ],
+    "synccheck": [],
+}
 NOT_A_REPORT = re.compile(r"COMPUTE-SANITIZER|SUMMARY|^\s|^$|Target application|Internal Sanitizer")
 
 
@@ -41,10 +56,14 @@ def test_clean(tool):
              if line.startswith("=========")]  # fmt: skip
     if any("not supported" in line or "Unable to" in line for line in lines):
         pytest.skip(f"compute-sanitizer cannot work here: {' '.join(lines)[:300]}")
-    reports = [line for line in lines if not NOT_A_REPORT.search(line)]
-    unexplained = [
-        line for line in reports if not any(re.search(pattern, line) for pattern, _ in ACCEPTED[tool])
-    ]
+    # A report is a line; the indented ones below it say where.
+    reports: list[str] = []
+    for line in lines:
+        if not NOT_A_REPORT.search(line):
+            reports.append(line)
+        elif reports and line.startswith(" "):
+            reports[-1] += line
+    unexplained = [r for r in reports if not any(re.search(p, r) for p, _ in ACCEPTED[tool])]
     assert unexplained == [], "\n".join(unexplained[:20])
     assert any("SUMMARY" in line for line in lines), done.stdout[-2000:]
     assert "relative error" in done.stdout and done.returncode == 0, done.stdout[-2000:]

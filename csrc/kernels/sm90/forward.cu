@@ -164,9 +164,8 @@ struct Kernel {
         const int block = tile.block + g / 2, half = g % 2;
         if (tile.phase == kGemm1) {
           if (lane == 0) {
-            const int old = block - p.act_blocks;  // the block that had this slot before
-            if (old >= 0 && block_rows(__ldg(blob(p.blob.block) + old)) > half * kGranuleRows)
-              wait_count(wait, MOK_PHASE_ACT_RING, local<uint32_t>(p.offsets.y_done) + old * 2 + half, n2());
+            const int old = last_in_slot(blob(p.blob.block), block * 2 + half, p.act_blocks);
+            if (old >= 0) wait_count(wait, MOK_PHASE_ACT_RING, local<uint32_t>(p.offsets.y_done) + old, n2());
             ptx::fence_proxy_async_global();
             ptx::mbarrier_wait(full, use & 1);
             char* image = act_ring + (int64_t(block % p.act_blocks) * act_images + tile.n * 2) * kABytes + half * kBoxBytes;

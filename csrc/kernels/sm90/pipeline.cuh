@@ -27,7 +27,7 @@ struct TileInfo {
   int block;   // first row block
   int expert;
   int rows;    // valid rows
-  int extra;
+  int batch, segment;  // backward only
 };
 
 struct Smem {
@@ -70,7 +70,8 @@ __device__ __forceinline__ void announce_tile(Smem& s, int i, const TileInfo& ti
     ptx::store_cluster(at + 8, tile.block);
     ptx::store_cluster(at + 12, tile.expert);
     ptx::store_cluster(at + 16, tile.rows);
-    ptx::store_cluster(at + 20, tile.extra);
+    ptx::store_cluster(at + 20, tile.batch);
+    ptx::store_cluster(at + 24, tile.segment);
     ptx::mbarrier_arrive_cluster(ptx::map_to_cta(ptx::smem(&s.tile_full[slot]), lane));
   }
   __syncwarp();
