@@ -2,12 +2,13 @@
 
 from .comm import Comm, choose_backend, get_comm, release, reserve
 from .layer import moe
-from .sizes import saved_bytes, workspace_bytes
+from .sizes import local_bytes, saved_bytes, workspace_bytes
 
 __all__ = [
     "Comm",
     "choose_backend",
     "get_comm",
+    "local_bytes",
     "moe",
     "release",
     "reserve",

@@ -112,6 +112,66 @@ class VirtualRanks:
                     if hook:
                         hook(r)
                     kernel(calls[r])
+        self._join()
+
+    def prepare_backward(
+        self,
+        inputs: Inputs,
+        calls: Sequence[native.Call],
+        dy: Sequence[Tensor],
+        gradients: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
+        *,
+        num_experts: int,
+        accumulate: bool = False,
+        needs: int = 3,
+        activation: int = 0,
+        act_limit: float = 0.0,
+        layers: Sequence[int] | None = None,
+    ) -> list[native.BackwardCall]:
+        """The backward of every rank's forward call, all memory allocated.
+
+        inputs, calls  what prepare() took and returned
+        dy             per rank [T, H] bf16
+        gradients      per rank (dw1, dw2), as the operator takes them
+        """
+        caller = torch.cuda.current_stream(self.device)
+        prepared = []
+        for r, (rank, stream) in enumerate(zip(self.ranks, self.streams, strict=True)):
+            rank.check()
+            rank.layer = layers[r] if layers else 0
+            stream.wait_stream(caller)
+            x, ids, _, w1, w2 = inputs[r]
+            with torch.cuda.stream(stream):
+                call = rank.prepare_backward(
+                    dy[r], x, ids, w1, w2, calls[r].h, calls[r].schedule, *gradients[r], num_experts,
+                    accumulate, needs, activation, act_limit,
+                )  # fmt: skip
+            prepared.append(call)
+        return prepared
+
+    def launch_backward(
+        self,
+        calls: Sequence[native.BackwardCall],
+        *,
+        ranks: Sequence[int] | None = None,
+        before: Callable[[int], None] | None = None,
+    ) -> None:
+        """Launch the kernel of `ranks` (None: all); the current stream then waits for all of them.
+
+        before: called with the rank on its stream before its kernel, to delay it
+        """
+        chosen = range(len(calls)) if ranks is None else ranks
+        for r in chosen:
+            with torch.cuda.stream(self.streams[r]):
+                if before:
+                    before(r)
+                calls[r].backward()
+        for r in chosen:
+            with torch.cuda.stream(self.streams[r]):
+                calls[r].finish()
+        self._join()
+
+    def _join(self) -> None:
         for stream in self.streams:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 

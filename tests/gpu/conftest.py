@@ -5,7 +5,8 @@ from functools import cache
 import pytest
 import torch
 
-from megatron_mok import errors, native
+from megatron_mok import errors, native, runtime
+from megatron_mok.config import MokConfig
 
 
 @cache
@@ -28,3 +29,19 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def device():
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def opened(device):
+    """get_comm for one rank and layers like a case, released afterwards."""
+    yield lambda case, **config: runtime.get_comm(
+        None,
+        hidden=case.hidden,
+        top_k=case.top_k,
+        num_experts=case.experts,
+        max_tokens=case.most_tokens,
+        device=device,
+        dtype=torch.bfloat16,
+        config=MokConfig(backend="cuda", **({"timeout_s": 10.0} | config)),
+    )
+    runtime.release()

@@ -263,22 +263,6 @@ def test_B20_more_than_2_31_elements(device):
 # ---- through the operator ----
 
 
-@pytest.fixture
-def opened(device):
-    """get_comm for one rank, released afterwards."""
-    yield lambda case, **config: runtime.get_comm(
-        None,
-        hidden=case.hidden,
-        top_k=case.top_k,
-        num_experts=case.experts,
-        max_tokens=case.most_tokens,
-        device=device,
-        dtype=torch.bfloat16,
-        config=MokConfig(backend="cuda", **({"timeout_s": 10.0} | config)),
-    )
-    runtime.release()
-
-
 SMALL = Case((200,), 2, 8, 512, 256)
 
 

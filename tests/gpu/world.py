@@ -56,8 +56,10 @@ class Case:
         )
 
 
-def random_case(seed: int) -> Case:
-    """Sizes drawn log-uniformly, within WEIGHT_BYTES and FLOPS."""
+def random_case(
+    seed: int, most_local: int = 160, weight_bytes: float = WEIGHT_BYTES, flops: float = FLOPS
+) -> Case:
+    """Sizes drawn log-uniformly; weights and the forward's arithmetic within limits."""
     rng = random.Random(seed)
 
     def log_uniform(low, high):
@@ -65,7 +67,7 @@ def random_case(seed: int) -> Case:
 
     while True:
         ranks = rng.choice([1, 1, 1, 2, 3, 4, 8])
-        local = min(log_uniform(1, 160), 160)
+        local = min(log_uniform(1, most_local), most_local)
         top_k, hidden, intermediate = (
             log_uniform(1, 16),
             128 * log_uniform(1, 56),
@@ -87,8 +89,8 @@ def random_case(seed: int) -> Case:
             stacked=rng.random() < 0.5,
             max_tokens=max(tokens) + rng.choice([0, 0, 77]),
         )
-        flops = 6.0 * sum(tokens) * top_k * hidden * intermediate
-        if 6 * case.experts * hidden * intermediate <= WEIGHT_BYTES and flops <= FLOPS:
+        work = 6.0 * sum(tokens) * top_k * hidden * intermediate
+        if 6 * case.experts * hidden * intermediate <= weight_bytes and work <= flops:
             return case
 
 
@@ -121,7 +123,7 @@ def route(kind: str, tokens: int, top_k: int, experts: int, generator: torch.Gen
 
 @dataclass
 class Layer:
-    """A case's tensors: x[r] [T, H] bf16, ids[r] and probs[r] [T, K]; w1 [E, 2I, H], w2 [E, H, I]."""
+    """A case's tensors: x[r], dy[r] [T, H] bf16, ids[r], probs[r] [T, K]; w1 [E, 2I, H], w2 [E, H, I]."""
 
     case: Case
     x: list[Tensor]
@@ -129,6 +131,7 @@ class Layer:
     probs: list[Tensor]
     w1: Tensor
     w2: Tensor
+    dy: list[Tensor] = field(default_factory=list)
 
     @staticmethod
     def make(case: Case, device: torch.device) -> Layer:
@@ -145,6 +148,7 @@ class Layer:
             probs=[torch.rand(t, case.top_k, generator=g, device=device) for t in case.tokens],
             w1=normal(e, 2 * i, h, scale=h**-0.5),
             w2=normal(e, h, i, scale=i**-0.5),
+            dy=[normal(t, h) for t in case.tokens],
         )
 
     def weights(self, rank: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -197,10 +201,11 @@ class World:
     def __exit__(self, *_: object) -> None:
         self.virtual.close()
 
-    def prepare(self, layer: Layer, save: bool = False, **options) -> list[native.Call]:
-        """Calls with poisoned outputs and local buffers."""
+    def prepare(self, layer: Layer, save: float = 0.0, **options) -> list[native.Call]:
+        """Calls with poisoned outputs and local buffers. save: save_capacity; True for the default, 1.25."""
         case = layer.case
-        rows = [-(-t * case.top_k * 5 // 4) // 8 * 8 + 8 if save else 0 for t in case.tokens]
+        capacity = 1.25 if save is True else float(save)
+        rows = [reference.saved_rows(capacity, t, case.top_k) for t in case.tokens]
         calls = self.virtual.prepare(
             layer.inputs(), num_experts=case.experts, save_rows=rows, act_limit=case.act_limit, **options
         )
@@ -212,13 +217,85 @@ class World:
                 call.schedule.fill_(-1)
         return calls
 
-    def forward(self, layer: Layer, save: bool = False, **options) -> list[native.Call]:
+    def forward(self, layer: Layer, save: float = 0.0, **options) -> list[native.Call]:
         """One checked call: raises what a rank raises."""
         calls = self.prepare(layer, save, **options)
         self.virtual.launch(calls)
         torch.cuda.synchronize()
         self.virtual.check()
         return calls
+
+    def turn_rows(self, case: Case) -> int:
+        """Rows of one expert that a weight gradient sums in one turn."""
+        layout = self.virtual.ranks[0]._shape(case.experts, case.intermediate).layout
+        return layout.segment_units * native.UNIT_ROWS
+
+    def poison(self, case: Case, value: int = 0xFF) -> None:
+        """Every byte of the workspaces except flags and control words."""
+        for rank, region in zip(self.virtual.ranks, self.virtual.regions, strict=True):
+            shape = rank._shape(case.experts, case.intermediate)
+            region[shape.layout.off_tokens :].fill_(value)
+            shape.local.fill_(value)
+
+    def prepare_backward(
+        self, layer: Layer, calls: list[native.Call], gradients: list[Gradients], **options
+    ) -> list[native.BackwardCall]:
+        """Backward calls with poisoned outputs and workspaces."""
+        self.poison(layer.case)
+        prepared = self.virtual.prepare_backward(
+            layer.inputs(), calls, layer.dy, [g.buffers(layer.case) for g in gradients],
+            num_experts=layer.case.experts, act_limit=layer.case.act_limit, **options,
+        )  # fmt: skip
+        for call, into, stream in zip(prepared, gradients, self.virtual.streams, strict=True):
+            with torch.cuda.stream(stream):
+                into.dx, into.dp = call.dx.fill_(math.nan), call.dp.fill_(math.nan)
+                for _, sums in call.rounded:
+                    for part in sums:
+                        part.fill_(math.nan)
+        return prepared
+
+    def backward(
+        self,
+        layer: Layer,
+        calls: list[native.Call],
+        gradients: list[Gradients] | None = None,
+        **options,
+    ) -> list[Gradients]:
+        """One checked backward of forward `calls`; into `gradients`, or into fp32 buffers full of NaN."""
+        if gradients is None:
+            gradients = [Gradients.empty(layer.case, self.device) for _ in calls]
+        self.virtual.launch_backward(self.prepare_backward(layer, calls, gradients, **options))
+        torch.cuda.synchronize()
+        self.virtual.check()
+        return gradients
+
+    def step(self, layer: Layer, save: float = True, **options) -> list[Gradients]:
+        """Forward and backward."""
+        return self.backward(layer, self.forward(layer, save), **options)
+
+
+@dataclass
+class Gradients:
+    """One rank's: dx [T, H] bf16, dp [T, K] fp32, dw1 [L, 2I, H], dw2 [L, H, I]."""
+
+    dw1: Tensor
+    dw2: Tensor
+    dx: Tensor = field(default_factory=lambda: torch.empty(0))
+    dp: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @staticmethod
+    def empty(
+        case: Case, device: torch.device, dtype: torch.dtype = torch.float32, value: float = math.nan
+    ) -> Gradients:
+        local, h, i = case.local, case.hidden, case.intermediate
+        shapes = ((local, 2 * i, h), (local, h, i))
+        return Gradients(*[torch.full(shape, value, dtype=dtype, device=device) for shape in shapes])
+
+    def buffers(self, case: Case) -> tuple[list[Tensor], list[Tensor]]:
+        """As the operator takes them."""
+        if case.stacked:
+            return [self.dw1], [self.dw2]
+        return list(self.dw1.unbind()), list(self.dw2.unbind())
 
 
 @dataclass
@@ -256,6 +333,89 @@ def expected(layer: Layer) -> Expected:
         y[routes] = rounded @ w2.t()
     out_bf16 = y.view(len(x), case.top_k, case.hidden).float().sum(1).bfloat16()
     return Expected(list(out.split(case.tokens)), list(out_bf16.split(case.tokens)))
+
+
+def expected_gradients(layer: Layer) -> tuple[list[Gradients], list[Gradients]]:
+    """Per rank, (in fp64, what torch computes in bf16 with the kernels' roundings and d_act in bf16 too)."""
+    case = layer.case
+    x, dy = torch.cat(layer.x), torch.cat(layer.dy)
+    ids, p = torch.cat(layer.ids).flatten(), torch.cat(layer.probs).flatten()
+    ids = torch.where((ids >= 0) & (ids < case.experts), ids, case.experts)
+    counts = torch.bincount(ids, minlength=case.experts + 1).tolist()
+    routes_of = ids.argsort(stable=True).split(counts)[:-1]
+
+    def solve(wide: torch.dtype, gemm: torch.dtype) -> list[Gradients]:
+        """Values in `gemm` where they are stored, sums and the activation in `wide`."""
+        dx_rows = torch.zeros(len(ids), case.hidden, dtype=gemm, device=x.device)
+        dp = torch.zeros(len(ids), dtype=wide, device=x.device)
+        dw1, dw2 = torch.zeros_like(layer.w1, dtype=wide), torch.zeros_like(layer.w2, dtype=wide)
+        for e, routes in enumerate(routes_of):
+            if len(routes) == 0:
+                continue
+            token = routes // case.top_k
+            x_e, dy_e, w1, w2 = (t.to(gemm) for t in (x[token], dy[token], layer.w1[e], layer.w2[e]))
+            h = (x_e @ w1.t()).to(wide).requires_grad_()
+            p_e = p[routes].to(wide).requires_grad_()
+            act = activation(h, p_e, case.act_limit)
+            dh, dp[routes] = torch.autograd.grad(act, (h, p_e), (dy_e @ w2).to(wide))
+            dh, act = dh.to(gemm), act.detach().to(gemm)
+            dx_rows[routes] = dh @ w1
+            dw1[e], dw2[e] = dh.t().to(wide) @ x_e.to(wide), dy_e.t().to(wide) @ act.to(wide)
+        dx = dx_rows.view(len(x), case.top_k, case.hidden).to(wide).sum(1).to(gemm)
+        dp = dp.view(-1, case.top_k)
+        parts = (dw1.split(case.local), dw2.split(case.local), dx.split(case.tokens), dp.split(case.tokens))
+        return [Gradients(*of_rank) for of_rank in zip(*parts, strict=True)]
+
+    return solve(torch.float64, torch.float64), solve(torch.float32, torch.bfloat16)
+
+
+def routed_rows(layer: Layer) -> Tensor:
+    """[E] rows of each expert."""
+    ids = torch.cat(layer.ids).flatten()
+    return torch.bincount(ids[(ids >= 0) & (ids < layer.case.experts)].long(), minlength=layer.case.experts)
+
+
+def assert_gradients(
+    layer: Layer, got: list[Gradients], want: tuple[list[Gradients], list[Gradients]] | None = None
+) -> None:
+    """error(kernel) <= 2 * error(torch in bf16) + a little, for each gradient and expert; exact zeros."""
+    case = layer.case
+    exact, rounded = want or expected_gradients(layer)
+    rows = routed_rows(layer).split(case.local)
+    for r in range(case.ranks):
+        present = (layer.ids[r] >= 0) & (layer.ids[r] < case.experts)
+        assert not bool(got[r].dp[~present].any()), f"dp of rank {r}: absent routes"
+        assert not bool(got[r].dx[~present.any(1)].any()), f"dx of rank {r}: tokens without a route"
+        for name in ("dx", "dp", "dw1", "dw2"):
+            ours, truth, theirs = (getattr(g[r], name) for g in (got, exact, rounded))
+            assert ours.shape == truth.shape, f"{name} of rank {r}"
+            theirs = theirs.to(ours.dtype)
+            error, allowed = relative_error(ours, truth), relative_error(theirs, truth)
+            what = f"{name} of rank {r}: relative error {error:.3g}, torch's in bf16 {allowed:.3g}"
+            assert error <= 2 * allowed + 1e-6, what
+            if not name.startswith("dw"):
+                continue
+            assert not bool(ours[rows[r] == 0].any()), f"{name} of rank {r}: experts without rows"
+            if case.act_limit == 0:  # a value that rounding moves over the limit changes a small expert much
+                norm, distance = (t.double().flatten(1).norm(dim=1) for t in (truth, ours.double() - truth))
+                bound = 3 * (theirs.double() - truth).flatten(1).norm(dim=1) + 1e-6 * norm
+                wrong = (distance > bound).nonzero().flatten().tolist()
+                assert not wrong, f"{name} of rank {r}: experts {wrong}"
+
+
+def assert_same_gradients(
+    first: list[Gradients], second: list[Gradients], weights: float | None = None
+) -> None:
+    """Equal bit for bit; weight gradients within a relative error of `weights` where that is given."""
+    for r, (a, b) in enumerate(zip(first, second, strict=True)):
+        assert torch.equal(a.dx, b.dx), f"dx of rank {r}"
+        assert torch.equal(a.dp, b.dp), f"dp of rank {r}"
+        for name in ("dw1", "dw2"):
+            one, other = getattr(a, name), getattr(b, name)
+            if weights is None:
+                assert torch.equal(one, other), f"{name} of rank {r}"
+            else:
+                assert relative_error(one, other) <= weights, f"{name} of rank {r}"
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
