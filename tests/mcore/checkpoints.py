@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import model
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from model import layout
 
 SEED_OF_RESUMED = 2  # other weights than the saved ones, so that a tensor that is not loaded shows
 
 
-def sharded(trainer: model.Trainer, loading: bool, optimizer: bool = True) -> dict[str, Any]:
+def moments(trainer: model.Trainer, weights: dict[str, Any]) -> dict[str, Any]:
+    """Adam's state as sharded tensors named after the weights; made where there is none yet.
+
+    Megatron's own names depend on the number of its optimizers, which is one at EP=1 and two above: it cannot
+    load one's state into the other, whatever the dispatcher.
+    """
+    state: dict[str, Any] = {}
+    for parameter, name, adam in parameters(trainer):
+        mine = adam.state[parameter]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            mine.setdefault(moment, torch.zeros_like(parameter))
+            state[f"{name}.{moment}"] = make_sharded_optimizer_tensor(
+                weights[name], mine[moment], f"moments.{moment}"
+            )
+        state["step"] = float(mine.setdefault("step", torch.tensor(0.0)))
+    return state
+
+
+def parameters(trainer: model.Trainer) -> Iterator[tuple[torch.nn.Parameter, str, Any]]:
+    names = {parameter: name for name, parameter in trainer.models[0].module.named_parameters()}
+    for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, names[parameter], part.optimizer
+
+
+def sharded(trainer: model.Trainer, loading: bool, optimizer: str = "megatron") -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     chunk = trainer.models[0].module
-    # Megatron's training loop sets this flag: with one rank per expert-parallel group there is one optimizer
-    # where there are two otherwise, and their states are to have the same names.
-    metadata = {"dp_cp_group": group, "chained_optim_avoid_prefix": True}
-    state: dict[str, Any] = {"model": chunk.sharded_state_dict(metadata=metadata)}
-    if optimizer:
-        state["optimizer"] = trainer.optimizer.sharded_state_dict(
-            state["model"], is_loading=loading, metadata=metadata
-        )
+    state: dict[str, Any] = {"model": chunk.sharded_state_dict(metadata={"dp_cp_group": group})}
+    if optimizer == "megatron":
+        state["optimizer"] = trainer.optimizer.sharded_state_dict(state["model"], is_loading=loading)
+    elif optimizer == "moments":
+        state["moments"] = moments(trainer, state["model"])
     return state
 
 
@@ -34,29 +60,37 @@ def save(trainer: model.Trainer, folder: str, **options: Any) -> None:
     dist_checkpointing.save(sharded(trainer, loading=False, **options), folder)
 
 
-def load(trainer: model.Trainer, folder: str, optimizer: bool = True) -> None:
+def load(trainer: model.Trainer, folder: str, optimizer: str = "megatron") -> None:
     state = dist_checkpointing.load(sharded(trainer, loading=True, optimizer=optimizer), folder)
     trainer.models[0].module.load_state_dict(state["model"])
-    if optimizer:
+    if optimizer == "megatron":
         trainer.optimizer.load_state_dict(state["optimizer"])
+    elif optimizer == "moments":
+        for parameter, name, adam in parameters(trainer):
+            for moment in ("exp_avg", "exp_avg_sq"):
+                adam.state[parameter][moment].copy_(state["moments"][f"{name}.{moment}"])
+            adam.state[parameter]["step"] = torch.tensor(state["moments"]["step"])
 
 
 def save_and_go_on(
     dispatcher: str, folder: str, ep: int, before: int, after: int, **options: Any
 ) -> list[float]:
-    """`before` steps, a checkpoint, and the losses of `after` more steps."""
+    """`before` steps, a checkpoint in both forms of the optimizer's state, and the losses of `after` more."""
     layout(ep)
     trainer = model.Trainer(dispatcher, **options)
     trainer.steps(before)
-    save(trainer, folder)
+    for optimizer in ("megatron", "moments"):
+        save(trainer, f"{folder}-{optimizer}", optimizer=optimizer)
     return trainer.steps(after)["losses"]
 
 
-def resume(dispatcher: str, folder: str, ep: int, before: int, after: int, **options: Any) -> list[float]:
+def resume(
+    dispatcher: str, folder: str, optimizer: str, ep: int, before: int, after: int, **options: Any
+) -> list[float]:
     """Losses of `after` steps from the checkpoint."""
     layout(ep)
     trainer = model.Trainer(dispatcher, seed=SEED_OF_RESUMED, **options)
-    load(trainer, folder)
+    load(trainer, f"{folder}-{optimizer}", optimizer)
     for _ in range(before * trainer.micro_batches):
         next(trainer.batches[0])
     return trainer.steps(after)["losses"]
@@ -95,9 +129,9 @@ def pattern_round_trip(first: str, second: str, folder: str) -> dict[str, bool]:
 
     source = model.Trainer(first, mtp_num_layers=1)
     fill(source)
-    save(source, folder, optimizer=False)
+    save(source, folder, optimizer="none")
     target = model.Trainer(second, seed=SEED_OF_RESUMED, mtp_num_layers=1)
-    load(target, folder, optimizer=False)
+    load(target, folder, optimizer="none")
     mine = dict(source.models[0].module.named_parameters())
     theirs = dict(target.models[0].module.named_parameters())
     return {

@@ -56,9 +56,10 @@ def test_resume_B80_B81(
     ranks: Any, saved: dict[str, Any], source: str, saved_ep: int, target: str, ep: int
 ) -> None:
     path, want = saved[source, saved_ep]
-    got = ranks.run("checkpoints:resume", dispatcher=target, folder=path, ep=ep, before=BEFORE, after=AFTER)[
-        0
-    ]
+    # Across EP=1 Megatron's own optimizer state does not resume: see checkpoints.moments.
+    optimizer = "moments" if 1 in (saved_ep, ep) and saved_ep != ep else "megatron"
+    options = dict(folder=path, optimizer=optimizer, ep=ep, before=BEFORE, after=AFTER)
+    got = ranks.run("checkpoints:resume", dispatcher=target, **options)[0]
     if (source, saved_ep) == (target, ep):
         assert got == want, "the same dispatcher and layout: the same bits"
     assert abs(got[0] - want[0]) <= ONE_UNIT
