@@ -916,6 +916,24 @@ def test_a_workspace_made_anew_refuses_an_older_schedule(opened, device):
         )
 
 
+def test_a_step_launches_three_kernels_of_its_own(opened, device):
+    """Forward two, backward one, and no memset, with an fp32 main_grad."""
+    from torch.profiler import ProfilerActivity, profile
+
+    layer = Layer.make(SMALL, device)
+    model = Model(layer, opened(SMALL), FP32)
+    model.forward().backward(model.dy)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        model.forward().backward(model.dy)
+        torch.cuda.synchronize()
+    names = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    if not names:
+        pytest.skip("the profiler sees no GPU activity on this machine")
+    assert sum("mok" in name for name in names) == 3, names
+    assert not any("memset" in name.lower() for name in names), names
+
+
 # ---- CUDA graphs ----
 
 

@@ -1,4 +1,4 @@
-"""What a forward call puts on its stream: two kernels, no memset, no copy."""
+"""What a call puts on its stream: two kernels in forward, one in backward, no memset, no copy."""
 
 import ctypes
 import re
@@ -7,47 +7,58 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.gpu.world import Case, Layer, World
+from tests.gpu.world import Case, Gradients, Layer, World
 
 CASE = Case((500,), 4, 8, 512, 256)
 KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 
 
-@pytest.fixture
-def run(device):
+KERNELS = {"forward": 2, "backward": 1}
+
+
+@pytest.fixture(params=KERNELS)
+def run(request, device):
+    """(a function that launches one call on the current stream, the kernels that this is)"""
     layer = Layer.make(CASE, device)
     with World(CASE, device) as world:
-        world.forward(layer, save=True)
-        calls = world.prepare(layer, save=True)
+        calls = world.forward(layer, save=0.5)
+        world.backward(layer, calls)
+        if request.param == "forward":
+            (call,) = world.prepare(layer, save=True)
+            kernels = [call.schedule_rows, call.forward]
+        else:
+            (call,) = world.prepare_backward(layer, calls, [Gradients.empty(CASE, device)])
+            kernels = [call.backward, call.finish]
         torch.cuda.synchronize()
 
         def launch():
-            for call in calls:
-                call.args.stream = torch.cuda.current_stream().cuda_stream
-                call.schedule_rows()
-                call.forward()
+            call.args.stream = torch.cuda.current_stream().cuda_stream
+            for kernel in kernels:
+                kernel()
 
-        yield launch
+        yield launch, KERNELS[request.param]
         torch.cuda.synchronize()
         world.virtual.check()
 
 
-def test_profiler_sees_two_kernels(run):
+def test_profiler_sees_the_kernels_alone(run):
+    launch, kernels = run
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         for _ in range(4):
-            run()
+            launch()
         torch.cuda.synchronize()
     on_gpu = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     if not on_gpu:
         pytest.skip("the profiler sees no GPU activity on this machine; the next test counts graph nodes")
     assert [name for name in on_gpu if re.search("memset|memcpy", name, re.IGNORECASE)] == []
-    assert len(on_gpu) == 2 * 4, on_gpu
+    assert len(on_gpu) == kernels * 4, on_gpu
 
 
-def test_graph_has_two_kernel_nodes(run):
+def test_graph_has_kernel_nodes_alone(run):
+    launch, kernels = run
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
-        run()
+        launch()
     driver = ctypes.CDLL("libcuda.so.1")
     handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
     assert driver.cuGraphGetNodes(handle, None, ctypes.byref(count)) == 0
@@ -58,4 +69,4 @@ def test_graph_has_two_kernel_nodes(run):
         kind = ctypes.c_int()
         assert driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0
         kinds.append(kind.value)
-    assert kinds == [KERNEL_NODE] * 2
+    assert kinds == [KERNEL_NODE] * kernels

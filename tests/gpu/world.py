@@ -276,12 +276,16 @@ class World:
 
 @dataclass
 class Gradients:
-    """One rank's: dx [T, H] bf16, dp [T, K] fp32, dw1 [L, 2I, H], dw2 [L, H, I]."""
+    """One rank's: dx [T, H] bf16, dp [T, K] fp32, dw1 [L, 2I, H], dw2 [L, H, I].
+
+    dp_scale [T, K] of expected ones: the norm of the I terms that dp sums.
+    """
 
     dw1: Tensor
     dw2: Tensor
     dx: Tensor = field(default_factory=lambda: torch.empty(0))
     dp: Tensor = field(default_factory=lambda: torch.empty(0))
+    dp_scale: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @staticmethod
     def empty(
@@ -307,9 +311,13 @@ class Expected:
 
 
 def activation(h: Tensor, p: Tensor, limit: float) -> Tensor:
+    """From h [M, 2I] and p [M]. Whether a value is clamped is decided by h in bf16, as it is stored; at the limit
+    the gradient passes, as torch.clamp's does in some versions only.
+    """
     gate, up = h.chunk(2, -1)
     if limit > 0:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate = torch.where(gate.bfloat16() > limit, limit, gate)
+        up = torch.where(up.bfloat16().abs() > limit, limit * up.sign(), up)
     return torch.nn.functional.silu(gate) * up * p.unsqueeze(-1)
 
 
@@ -347,7 +355,7 @@ def expected_gradients(layer: Layer) -> tuple[list[Gradients], list[Gradients]]:
     def solve(wide: torch.dtype, gemm: torch.dtype) -> list[Gradients]:
         """Values in `gemm` where they are stored, sums and the activation in `wide`."""
         dx_rows = torch.zeros(len(ids), case.hidden, dtype=gemm, device=x.device)
-        dp = torch.zeros(len(ids), dtype=wide, device=x.device)
+        dp, scale = torch.zeros(2, len(ids), dtype=wide, device=x.device)
         dw1, dw2 = torch.zeros_like(layer.w1, dtype=wide), torch.zeros_like(layer.w2, dtype=wide)
         for e, routes in enumerate(routes_of):
             if len(routes) == 0:
@@ -357,14 +365,16 @@ def expected_gradients(layer: Layer) -> tuple[list[Gradients], list[Gradients]]:
             h = (x_e @ w1.t()).to(wide).requires_grad_()
             p_e = p[routes].to(wide).requires_grad_()
             act = activation(h, p_e, case.act_limit)
-            dh, dp[routes] = torch.autograd.grad(act, (h, p_e), (dy_e @ w2).to(wide))
+            d_act = (dy_e @ w2).to(wide)
+            dh, dp[routes] = torch.autograd.grad(act, (h, p_e), d_act)
+            scale[routes] = (activation(h.detach(), torch.ones_like(p_e), case.act_limit) * d_act).norm(dim=1)
             dh, act = dh.to(gemm), act.detach().to(gemm)
             dx_rows[routes] = dh @ w1
             dw1[e], dw2[e] = dh.t().to(wide) @ x_e.to(wide), dy_e.t().to(wide) @ act.to(wide)
         dx = dx_rows.view(len(x), case.top_k, case.hidden).to(wide).sum(1).to(gemm)
-        dp = dp.view(-1, case.top_k)
-        parts = (dw1.split(case.local), dw2.split(case.local), dx.split(case.tokens), dp.split(case.tokens))
-        return [Gradients(*of_rank) for of_rank in zip(*parts, strict=True)]
+        weights = [dw.split(case.local) for dw in (dw1, dw2)]
+        rows = [t.split(case.tokens) for t in (dx, dp.view(-1, case.top_k), scale.view(-1, case.top_k))]
+        return [Gradients(*of_rank) for of_rank in zip(*weights, *rows, strict=True)]
 
     return solve(torch.float64, torch.float64), solve(torch.float32, torch.bfloat16)
 
@@ -391,12 +401,16 @@ def assert_gradients(
             assert ours.shape == truth.shape, f"{name} of rank {r}"
             theirs = theirs.to(ours.dtype)
             error, allowed = relative_error(ours, truth), relative_error(theirs, truth)
+            little = 1e-6
+            if name == "dp" and bool(truth.any()):  # torch may be right by luck in a few sums that cancel
+                tokens = case.tokens[r]
+                little += 0.01 * (exact[r].dp_scale.norm() / truth.norm()).item() / tokens**0.5
             what = f"{name} of rank {r}: relative error {error:.3g}, torch's in bf16 {allowed:.3g}"
-            assert error <= 2 * allowed + 1e-6, what
+            assert error <= 2 * allowed + little, what
             if not name.startswith("dw"):
                 continue
             assert not bool(ours[rows[r] == 0].any()), f"{name} of rank {r}: experts without rows"
-            if case.act_limit == 0:  # a value that rounding moves over the limit changes a small expert much
+            if case.act_limit == 0:  # one value that rounding moves over the limit changes a small expert
                 norm, distance = (t.double().flatten(1).norm(dim=1) for t in (truth, ours.double() - truth))
                 bound = 3 * (theirs.double() - truth).flatten(1).norm(dim=1) + 1e-6 * norm
                 wrong = (distance > bound).nonzero().flatten().tolist()
