@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_mok import errors, native, runtime
 from megatron_mok.config import MokConfig
-from tests.gpu.world import Case, Layer, expected, relative_error
+from tests.gpu.world import Case, Layer, expected, expected_gradients, relative_error
 
 DEVICE = torch.device("cuda", 0)
 CONFIG = MokConfig(backend="cuda", shared_device=True, timeout_s=60.0)
@@ -55,6 +55,32 @@ def correct(group, tokens, routing):
     want = expected(layer)
     exact, theirs = want.out[rank], want.out_bf16[rank]
     return [relative_error(out, exact), relative_error(theirs, exact), torch.equal(out, again)]
+
+
+def gradients(group, tokens, routing):
+    """{name: [error of the kernels, error of torch in bf16]}, and whether a second step gives the same bits"""
+    rank = dist.get_rank(group)
+    layer = Layer.make(Case(tokens, 2, 2 * len(tokens), 512, 256, routing), DEVICE)
+    comm = open_comm(group, Case((512,) * len(tokens), 2, 8, 512, 256))
+    leaves = [layer.x[rank], layer.probs[rank], *(w[0].clone() for w in layer.weights(rank))]
+    x, probs, w1, w2 = (t.requires_grad_() for t in leaves)
+
+    def step():
+        out = runtime.moe(
+            x, layer.ids[rank], probs, w1, w2, comm=comm, num_experts=layer.case.experts, layer=3,
+            save_capacity=0.6,
+        )  # fmt: skip
+        return torch.autograd.grad(out, (x, probs, w1, w2), layer.dy[rank])
+
+    got, again = step(), step()
+    torch.cuda.synchronize()
+    native.lookup(comm.handle).check()
+    exact, rounded = (every[rank] for every in expected_gradients(layer))
+    results = {}
+    for name, ours in zip(("dx", "dp", "dw1", "dw2"), got, strict=True):
+        truth, theirs = getattr(exact, name), getattr(rounded, name).to(ours.dtype)
+        results[name] = [relative_error(ours, truth), relative_error(theirs, truth)]
+    return [results, all(torch.equal(a, b) for a, b in zip(got, again, strict=True))]
 
 
 def refused(group):
@@ -114,6 +140,8 @@ def main():
         "four": lambda: correct(everyone, (300, 0, 200, 512), "random"),
         "four-one rank gets all": lambda: correct(everyone, (100, 200, 200, 100), "rank 0"),
         "two": lambda: correct(pairs[rank // 2], (300, 250), "absent"),
+        "backward of four": lambda: gradients(everyone, (300, 0, 200, 512), "random"),
+        "backward of two": lambda: gradients(pairs[rank // 2], (300, 250), "absent"),
         "too many": lambda: too_many(everyone, rank),
         "absent": lambda: absent(everyone, rank),
     }

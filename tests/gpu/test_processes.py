@@ -66,6 +66,17 @@ def test_correct(results, scenario):
         assert same_bits
 
 
+@pytest.mark.parametrize("scenario", ["backward of four", "backward of two"])
+def test_gradients_are_correct(results, scenario):
+    for rank, found in enumerate(of(results, scenario)):
+        assert isinstance(found, list), f"rank {rank}: {found}"
+        errors, same_bits = found
+        for name, (ours, theirs) in errors.items():
+            text = f"rank {rank}, {name}: relative error {ours:.3g}, torch's {theirs:.3g}"
+            assert ours <= 2 * theirs + 1e-6, text
+        assert same_bits
+
+
 def test_B66_a_shared_gpu_is_refused_on_all_ranks(results):
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     for found in of(results, "refused"):

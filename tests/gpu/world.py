@@ -311,8 +311,8 @@ class Expected:
 
 
 def activation(h: Tensor, p: Tensor, limit: float) -> Tensor:
-    """From h [M, 2I] and p [M]. Whether a value is clamped is decided by h in bf16, as it is stored; at the limit
-    the gradient passes, as torch.clamp's does in some versions only.
+    """From h [M, 2I] and p [M]. Whether a value is clamped is decided by h in bf16, as it is stored; at the
+    limit the gradient passes, as torch.clamp's does in some versions only.
     """
     gate, up = h.chunk(2, -1)
     if limit > 0:
