@@ -9,6 +9,7 @@ own __post_init__, whose messages would know nothing of mok) and the namespace o
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ class Settings:
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        self._is_args = not hasattr(source, "num_moe_experts")
+        self._is_args = isinstance(source, Namespace)
 
     def __getattr__(self, name: str) -> Any:
         if self._is_args:
@@ -36,7 +37,7 @@ class Settings:
 
     @property
     def activation(self) -> str:
-        """ "swiglu", or what stands in its place."""
+        """The activation's name: swiglu, or what stands in its place."""
         if self._is_args:
             chosen = [n for n in ("swiglu", "squared_relu", "quick_geglu") if getattr(self._source, n, False)]
             return " and ".join(chosen) or "gelu"

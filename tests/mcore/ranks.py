@@ -8,11 +8,13 @@ while others wait, ends all processes, and the next call starts fresh ones.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pathlib
 import pickle
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -67,6 +69,13 @@ class Ranks:
         self.close()
 
     def start(self) -> None:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -91,7 +100,11 @@ class Ranks:
                 }
                 with open(self._log(rank), "wb") as log:
                     command = [sys.executable, str(HERE / "ranks.py"), address, self.prepare]
-                    self.processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+                    # A session of its own: what a rank starts (checkpoint writers) ends with it.
+                    process = subprocess.Popen(
+                        command, env=env, stdout=log, stderr=log, start_new_session=True
+                    )
+                    self.processes.append(process)
             pipes: dict[int, Connection] = {}
             deadline = time.monotonic() + START_LIMIT_S
             listener._listener._socket.settimeout(5.0)  # type: ignore[attr-defined]
@@ -104,9 +117,7 @@ class Ranks:
                     if not missing and time.monotonic() > deadline:
                         missing = sorted({*range(self.world)} - {*pipes})
                     if missing:
-                        logs = self._logs()
-                        self.close()
-                        raise RanksFailed([], missing, logs) from None
+                        raise RanksFailed([], missing, self._logs()) from None
         self.pipes = [pipes[rank] for rank in range(self.world)]
 
     def run(self, target: str, /, limit_s: float = 120.0, **kwargs: Any) -> list[Any]:
@@ -151,8 +162,8 @@ class Ranks:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self.pipes, self.processes = [], []
         if self.folder:
