@@ -7,7 +7,8 @@ from .structs import CallKind, ErrorRecord, Failure, Phase
 
 _KINDS = {kind.value: kind.name.lower() for kind in CallKind}
 _STAMPED = (Phase.PUBLISH, Phase.COMBINE)  # phases that wait for a peer's stamp; the others wait for a count
-_BEFORE_CALL = (Phase.PUBLISH, Phase.GRID)  # phases in which the workspace still counts the previous call
+# Where the workspace still counts the previous call: in these phases of a forward, and in a whole backward.
+_BEFORE_CALL = (Phase.PUBLISH, Phase.GRID)
 
 
 def describe_stamp(word: int) -> str:
@@ -33,7 +34,7 @@ def from_record(record: ErrorRecord) -> MokError | None:
         return None
     phase = Phase(record.phase)
     stamped = phase in _STAMPED
-    call = record.call + (phase in _BEFORE_CALL)
+    call = record.call + (phase in _BEFORE_CALL or record.kind == CallKind.BACKWARD)
     if record.code == Failure.TIMEOUT:
         return PeerTimeout(
             rank=record.rank,

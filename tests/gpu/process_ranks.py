@@ -58,7 +58,7 @@ def correct(group, tokens, routing):
 
 
 def gradients(group, tokens, routing):
-    """{name: [error of the kernels, error of torch in bf16]}, and whether a second step gives the same bits"""
+    """[{name: [error of the kernels, error of torch in bf16]}, whether a second step gives the same bits]"""
     rank = dist.get_rank(group)
     layer = Layer.make(Case(tokens, 2, 2 * len(tokens), 512, 256, routing), DEVICE)
     comm = open_comm(group, Case((512,) * len(tokens), 2, 8, 512, 256))

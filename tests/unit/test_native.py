@@ -106,8 +106,8 @@ STAMP = 5 << 24 | 1 << 20 | 3
 LATER = 6 << 24 | 2 << 20 | 4
 
 
-def record(**values):
-    return structs.ErrorRecord(rank=1, peer=2, call=4, layer=3, kind=1, **values)
+def record(kind=1, **values):
+    return structs.ErrorRecord(rank=1, peer=2, call=4, layer=3, kind=kind, **values)
 
 
 def test_time_out_names_everything():
@@ -124,6 +124,8 @@ def test_time_out_of_a_counter_shows_the_counts():
     error = failure.from_record(record(code=1, phase=structs.Phase.GEMM2, expected=64, seen=60))
     assert isinstance(error, errors.PeerTimeout)
     assert (error.call, error.expected, error.seen) == (4, 64, 60)
+    backward = failure.from_record(record(code=1, phase=structs.Phase.GEMM2, kind=2))
+    assert isinstance(backward, errors.PeerTimeout) and backward.call == 5  # counted when it ends
 
 
 def test_mismatch_prints_both_calls():
