@@ -6,6 +6,7 @@ Legend: S sequence length, B micro-batch, H hidden size, E experts, V vocabulary
 from __future__ import annotations
 
 import datetime
+import gc
 import itertools
 import os
 import zlib
@@ -111,13 +112,17 @@ def layout(ep: int = 4, pp: int = 1, vpp: int | None = None) -> None:
 
 
 def leave() -> None:
-    """Give up the process groups."""
+    """Give up the process groups.
+
+    Each gloo group runs threads, which wake up all the time, until its last reference is gone.
+    """
     global _layout
     if _layout is not None:
         megatron_mok.runtime.release()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         _layout = None
+        gc.collect()
 
 
 def make_config(
