@@ -606,12 +606,13 @@ def test_one_hardware_queue():
     """Four ranks that wait for each other with CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for."""
     code = """
 import torch
-from tests.gpu.world import Case, Layer, World, assert_outputs
+from tests.gpu.world import Case, Layer, World, assert_gradients, assert_outputs
 case, device = Case((200,) * 4, 4, 8, 512, 256), torch.device("cuda", 0)
 layer = Layer.make(case, device)
 with World(case, device) as world:
     for _ in range(3):
         assert_outputs(layer, world.forward(layer))
+        assert_gradients(layer, world.step(layer, 0.5))
 print("correct")
 """
     assert python(code, CUDA_DEVICE_MAX_CONNECTIONS="1").strip() == "correct"
