@@ -162,7 +162,11 @@ class Communicator:
         self.failure = cause if isinstance(cause, MokError) else MokError(str(cause))
         tokens = getattr(cause, "got", None) or 0
         why = ErrorRecord(
-            code=Failure.TOO_MANY_TOKENS, layer=self.layer, kind=kind, expected=self.max_tokens, seen=tokens
+            code=Failure.TOO_MANY_TOKENS,
+            layer=self.layer or self.last_layer,  # a call that was prepared has taken the number
+            kind=kind,
+            expected=self.max_tokens,
+            seen=tokens,
         )
         workspace = self._workspace(self._problem(self.size, 128)[0])
         try:

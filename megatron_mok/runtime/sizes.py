@@ -13,7 +13,7 @@ from ..reference.activation import from_name
 
 # As in csrc/layout/workspace.h.
 _ALIGN_BYTES = 1024  # every buffer of the workspace starts on it
-_FLAGS_BYTES, _CONTROL_BYTES = 1160, 64
+_FLAGS_BYTES, _CONTROL_BYTES = 1160, 72
 
 
 def workspace_bytes(

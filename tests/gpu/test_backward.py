@@ -385,12 +385,13 @@ def test_B28_bad_tokens_leave_others_alone(ranks, device):
             assert bool(bad[0].dx[7].isnan().all())
 
 
-def test_needs(device):
-    """Only dx, only dp, only one of the weight gradients, nothing."""
-    layer = Layer.make(Case((300,), 2, 8, 512, 256), device)
+@pytest.mark.parametrize("settings", [Settings(), Settings(ring_rows=512)], ids=["ring", "small ring"])
+def test_needs(settings, device):
+    """Only dx, only dp, only one of the weight gradients, nothing; most rows recomputed in rings that wrap."""
+    layer = Layer.make(Case((1500,), 2, 8, 512, 256), device)
     x, ids, _, w1, w2 = layer.inputs()[0]
-    with World(layer.case, device) as world:
-        call = world.forward(layer, 0.6)[0]
+    with World(layer.case, device, settings) as world:
+        call = world.forward(layer, 0.4)[0]
         want = world.backward(layer, [call])[0]
         rank = world.virtual.ranks[0]
         for needs, with_dw1, with_dw2 in itertools.product(range(4), (False, True), (False, True)):
@@ -499,6 +500,22 @@ def test_B49_a_rank_that_never_comes_is_named(device):
             assert 0.3 <= error.seconds < 5
         with pytest.raises((errors.PeerTimeout, errors.PeerAbort)):
             world.prepare_backward(layer, calls, into)
+
+
+def test_B49_backward_after_a_forward_that_failed(device):
+    """Queued before anybody knows: the schedule was never written. An error with a name, and no bad address."""
+    layer = Layer.make(THREE, device)
+    with World(THREE, device, timeout_s=0.3) as world:
+        calls = world.prepare(layer, True)
+        backward = world.prepare_backward(layer, calls, [Gradients.empty(THREE, device) for _ in calls])
+        for call in calls:
+            call.schedule.fill_(0x3F803F80)
+        torch.cuda.synchronize()
+        world.virtual.launch(calls, schedule=[0, 1], main=[0, 1])
+        world.virtual.launch_backward(backward, ranks=[0, 1])
+        torch.cuda.synchronize()
+        found = failures(world)[:2]
+        assert all(isinstance(e, errors.PeerTimeout | errors.PeerAbort) for e in found), found
 
 
 def test_B39_a_rank_in_forward_and_one_in_backward_are_told_apart(device):
