@@ -50,6 +50,7 @@ class MokExperts:
         settings = current()
         w1, w2 = self.expert_weights()
         config: Any = self.config  # type: ignore[attr-defined]
+        comm: runtime.Comm | None
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if not torch.compiler.is_compiling():
             comm = runtime.get_comm(
