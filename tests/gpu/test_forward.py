@@ -6,13 +6,9 @@ I intermediate size.
 
 import gc
 import math
-import os
 import random
-import subprocess
-import sys
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,11 +26,11 @@ from tests.gpu.world import (
     assert_saved,
     assert_schedules,
     expected,
+    python,
     random_case,
     route,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 RANDOM = {f"{seed}-{random_case(seed)}": seed for seed in range(320)}
 
 
@@ -586,20 +582,6 @@ def test_a_dead_workspace_leaves_others_alone(device):
 
 
 # ---- process settings ----
-
-
-def python(code: str, **variables: str) -> str:
-    """Output of a fresh Python in the repository's root."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def test_one_hardware_queue():

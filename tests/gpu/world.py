@@ -7,8 +7,12 @@ size.
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +23,7 @@ from megatron_mok.runtime.virtual import VirtualRanks
 
 # A wait that should succeed and does not is an error after this long, and not a test run that stands still.
 TIMEOUT_S = 10.0
+ROOT = Path(__file__).resolve().parents[2]
 WEIGHT_BYTES, FLOPS = 10**9, 3e11  # what one case may cost
 
 
@@ -505,3 +510,17 @@ def assert_same_bits(layer: Layer, first: list[native.Call], second: list[native
         assert torch.equal(a.out, b.out), f"out of rank {r}"
         if len(a.h):
             assert torch.equal(saved_rows(layer, a, r)[2], saved_rows(layer, b, r)[2]), f"h of rank {r}"
+
+
+def python(code: str, **variables: str) -> str:
+    """Output of a fresh Python in the repository's root."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
