@@ -56,7 +56,7 @@ int check_problem(const MokProblem& p) {
   // One cluster of two CTAs moves tokens and another one computes.
   if (p.num_sms != 0 && (p.num_sms < 4 || p.num_sms % 2 != 0))
     return out_of_range("num_sms", p.num_sms, "0 or an even number from 4");
-  if (p.minibatch_units < 0) return out_of_range("minibatch_units", p.minibatch_units, "0 or more");
+  if (p.minibatch_units < 0 || p.minibatch_units > 65536) return out_of_range("minibatch_units", p.minibatch_units, "0 to 65536");
   if (p.ring_rows < 0) return out_of_range("ring_rows", p.ring_rows, "0 or more");
   return MOK_OK;
 }

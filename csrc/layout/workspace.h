@@ -104,7 +104,9 @@ struct LocalLayout {
     int64_t dy_ready, x_ready, h_done, dact_done;  // per granule: rows in place (64 when whole), tiles stored
     int64_t batch_read, segment_stored;            // tiles that have read a batch; granules of weight gradients stored of a segment
     int64_t dp_parts;                              // [rows][column tiles of I] fp32
-    int64_t dy_ring, x_ring, dh_ring, act_ring, h_ring, bytes;
+    int64_t dy_ring, x_ring, dh_ring, act_ring, h_ring;
+    int64_t turns;  // fp32 [2I, H] and [H, I]: sums of a bf16 weight gradient between its turns; empty where one turn holds every row
+    int64_t bytes;
   } backward;
 
   static MOK_HD LocalLayout make(const MokProblem& p, const Sizes& sizes) {
@@ -141,6 +143,8 @@ struct LocalLayout {
     b.dh_ring = take(rows * p.intermediate * 4);
     b.act_ring = take(rows * p.intermediate * 2);
     b.h_ring = take(rows * p.intermediate * 4);
+    const bool several = p.num_ranks * p.max_tokens * p.top_k > int64_t(sizes.segment_units) * kUnitRows;
+    b.turns = take(several ? int64_t(12) * p.intermediate * p.hidden : 0);
     b.bytes = at;
     return s;
   }

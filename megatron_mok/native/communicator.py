@@ -264,9 +264,7 @@ class Communicator:
             dx = torch.empty_like(x) if asked & NEEDS_DX else x.new_empty(0, self.hidden)
             rows = len(x) if asked & NEEDS_DP else 0
             dp = x.new_empty(rows, self.top_k, dtype=torch.float32)
-            most_rows = self.size * self.max_tokens * self.top_k
-            one_turn = most_rows <= shape.layout.segment_units * UNIT_ROWS
-            written1, written2, add = _gradient_targets(dw1, dw2, bool(accumulate), one_turn)
+            written1, written2, add = _gradient_targets(dw1, dw2, bool(accumulate))
             args = BackwardArgs.from_buffer_copy(shape.backward)
             self._fill(args, stream, x, ids, w1, w2, activation, act_limit)
             args.dy, args.schedule = dy.data_ptr(), schedule.data_ptr()
@@ -415,18 +413,18 @@ class BackwardCall:
 
 
 def _gradient_targets(
-    dw1: Sequence[Tensor], dw2: Sequence[Tensor], accumulate: bool, one_turn: bool
+    dw1: Sequence[Tensor], dw2: Sequence[Tensor], accumulate: bool
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], bool]:
     """(what the kernel writes for dw1, for dw2, whether it adds): the tensors wanted, or fp32 in their place.
 
-    A sum is rounded once, so the kernel writes bf16 itself only where it neither adds to what is there nor
-    needs several turns for an expert.
+    A sum is rounded once, so the kernel writes bf16 itself only where it does not add to what is there. (It
+    sums the turns of an expert in fp32.)
     """
 
     def direct(wanted: Sequence[Tensor]) -> bool:
         dtypes = {t.dtype for t in wanted}
         reachable = all(t.is_contiguous() and t.data_ptr() % VECTOR_BYTES == 0 for t in wanted)
-        rounds_once = one_turn and not accumulate and dtypes == {torch.bfloat16}
+        rounds_once = not accumulate and dtypes == {torch.bfloat16}
         return reachable and (dtypes <= {torch.float32} or rounds_once)
 
     def target(wanted: Sequence[Tensor], keep: bool) -> Sequence[Tensor]:

@@ -166,22 +166,21 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "accumulate", "one_turn", "direct"),
+    ("dtypes", "accumulate", "direct"),
     [
-        ((FP32, FP32), False, False, (True, True)),
-        ((FP32, FP32), True, False, (True, True)),
-        ((BF16, BF16), False, True, (True, True)),
-        ((BF16, BF16), False, False, (False, False)),
-        ((BF16, BF16), True, True, (False, False)),
-        ((FP32, BF16), False, False, (True, False)),
-        ((FP32, BF16), True, True, (False, False)),
+        ((FP32, FP32), False, (True, True)),
+        ((FP32, FP32), True, (True, True)),
+        ((BF16, BF16), False, (True, True)),
+        ((BF16, BF16), True, (False, False)),
+        ((FP32, BF16), False, (True, True)),
+        ((FP32, BF16), True, (False, False)),
     ],
     ids=str,
 )
-def test_B33_the_kernel_writes_bf16_only_where_one_rounding_is_left(dtypes, accumulate, one_turn, direct):
+def test_B33_the_kernel_writes_bf16_only_where_one_rounding_is_left(dtypes, accumulate, direct):
     for count in (1, 3):
         wanted = [[torch.empty(4, 8, dtype=dtype) for _ in range(count)] for dtype in dtypes]
-        *written, adds = communicator._gradient_targets(*wanted, accumulate, one_turn)
+        *written, adds = communicator._gradient_targets(*wanted, accumulate)
         for want, got, same in zip(wanted, written, direct, strict=True):
             assert (got is want) == same
             assert len(got) == count and all(t.shape == (4, 8) and t.is_contiguous() for t in got)

@@ -28,6 +28,7 @@ struct Batch {
   int end_block = 0;
   int block = 0, rows = 0, expert = 0;
   bool first = false, last = false;    // of its expert's segments
+  bool ends_in_turn = false;           // the last segment is not its expert's only one
 
   static __device__ Batch after(const Batch& b, const BackwardParams& p) {
     const int lane = threadIdx.x % 32;
@@ -65,6 +66,7 @@ struct Batch {
     next.expert = __shfl_sync(~0u, expert, from);
     next.first = __shfl_sync(~0u, before == 0, from);
     next.last = __shfl_sync(~0u, last, from);
+    next.ends_in_turn = __shfl_sync(~0u, !next.first || !next.last, next.segments - 1);
     return next;
   }
 };
@@ -120,7 +122,7 @@ struct Kernel {
       ptx::fence_proxy_async_global();  // peers read both by bulk copies
     }
     __syncthreads();
-    if (threadIdx.x == 0 && ptx::fetch_add_acq_rel_sys(&wait.control->backward_arrived, 1) == gridDim.x - 1)
+    if (threadIdx.x == 0 && ptx::fetch_add_acq_rel_sys(&wait.control->backward_arrived, 1) == gridDim.x - 1 && !workspace_dead(wait))
       for (int r = 0; r < p.ranks; ++r)
         ptx::store_release_sys(&reinterpret_cast<Flags*>(p.peers[r])->published[p.rank], expected);
     if (int(threadIdx.x) < p.ranks)
@@ -178,7 +180,7 @@ struct Kernel {
       const int comm_warps = p.comm_ctas * kPullWarps, me = warp * p.comm_ctas + blockIdx.x;
       for (int base = me * 32; base < blocks * kBlockRows; base += comm_warps * 32) {
         if (base >= head_rows) puller.batch(dy, base + lane, 32);
-        puller.batch(x, base + lane, 32);
+        if (pulls_x()) puller.batch(x, base + lane, 32);
       }
     }
     puller.finish();
@@ -190,11 +192,21 @@ struct Kernel {
       wait_count(wait, phase, counter(offset) + block * 2 + g, expected);
   }
 
+  // Is x pulled at all?
+  __device__ bool pulls_x() const { return p.want_dw1 || p.save_groups < __ldg(p.schedule + kScheduleGroups); }
+  // Before a batch's slots are given on, its x must have arrived, read or not.
+  __device__ void await_x(const TileInfo& tile) const {
+    if (pulls_x()) await_granules(MOK_PHASE_GEMM2, p.offsets.backward.x_ready, tile.block, tile.rows, kGranuleRows);
+  }
+
   __device__ void schedule_tiles() const {
     const auto& o = p.offsets.backward;
     const int blocks = __ldg(p.schedule + kScheduleBlocks);
     const int dw_tiles = dw1_tiles() + dw2_tiles();
-    Batch current = Batch::after(Batch{}, p), previous{};
+    // The schedule of a workspace that died in its making may be garbage.
+    const bool dead = __shfl_sync(~0u, workspace_dead(wait), 0);
+    Batch current = dead ? Batch{} : Batch::after(Batch{}, p), previous{};
+    bool after_turn = false;  // does `previous` follow a turn?
     uint32_t base = 0;  // first ticket of the round
     TileInfo info{};
     for (int i = 0; info.phase != kNoMoreTiles; ++i) {
@@ -205,6 +217,7 @@ struct Kernel {
                              previous.segments * dw_tiles;
         if (ticket - base < uint32_t(in_round)) break;
         base += in_round;
+        after_turn = previous.ends_in_turn;
         previous = current;
         current = Batch::after(current, p);
       }
@@ -222,6 +235,7 @@ struct Kernel {
           await_granules(MOK_PHASE_GEMM1, o.x_ready, info.block, info.rows, kGranuleRows);
         } else if ((t -= current.again * h_tiles()) < previous.units * dx_tiles()) {
           unit_tile(kDx, previous, 0, previous.units, dx_tiles());
+          if (!p.want_dw1) await_x(info);
           await_granules(MOK_PHASE_GEMM2, o.dact_done, info.block, info.rows, act_tiles());
         } else if ((t -= previous.units * dx_tiles()) < current.units * act_tiles()) {
           const bool again = unit_tile(kDAct, current, 0, current.units, act_tiles());
@@ -240,9 +254,11 @@ struct Kernel {
                   __shfl_sync(~0u, previous.expert, j), __shfl_sync(~0u, previous.rows, j), previous.index,
                   segment << 2 | (last ? kLastSegment : 0) | (first ? kFirstSegment : 0)};
           await_granules(MOK_PHASE_GEMM2, o.dact_done, info.block, info.rows, act_tiles());
-          if (dw1) await_granules(MOK_PHASE_GEMM2, o.x_ready, info.block, info.rows, kGranuleRows);
-          // Turns of one expert add in order.
-          if (!first && threadIdx.x % 32 == 0)
+          await_x(info);
+          // Turns of one expert add in order; and those of the next may share the fp32 sums with them.
+          const bool follows_turn = __shfl_sync(~0u, !previous.first || !previous.last, j > 0 ? j - 1 : 0);
+          const bool shares = !(first && last) && (j > 0 ? follows_turn : after_turn);
+          if ((!first || shares) && threadIdx.x % 32 == 0)
             wait_count(wait, MOK_PHASE_GEMM2, counter(o.segment_stored) + segment - 1, stores_of_segment());
         }
       }
@@ -271,15 +287,22 @@ struct Kernel {
         w.column = (tile.n & 0xffff) * kTileN;
         w.share = {0, dw1 || w.output_row < p.hidden ? 2 : 0};
         w.steps = ceil_div(tile.rows, kGranuleRows);
-        // 256 columns of bf16, or 128 of fp32 at a time; fp32 that is only written leaves from registers.
-        w.uses = !(dw1 ? p.dw1_fp32 : p.dw2_fp32) ? 1 : adds(tile) ? 2 : 0;
+        // 256 columns of bf16, or 128 of fp32 at a time; what is only written in fp32 leaves from registers.
+        w.uses = !is_fp32(tile) ? (tile.segment & kLastSegment ? 1 : 0) : adds(tile) ? 2 : 0;
         break;
       }
     }
     return w;
   }
-  // Is this tile of a weight gradient added to what is there?
-  __device__ bool adds(const TileInfo& tile) const { return p.accumulate || !(tile.segment & kFirstSegment); }
+  __device__ bool is_fp32(const TileInfo& tile) const { return tile.phase == kDw1 ? p.dw1_fp32 : p.dw2_fp32; }
+  // Is this tile of a weight gradient added to what its tensor holds? Turns of a bf16 one are summed elsewhere, in fp32.
+  __device__ bool adds(const TileInfo& tile) const {
+    return p.accumulate || (is_fp32(tile) && !(tile.segment & kFirstSegment));
+  }
+  // Is it one of several turns? Then others wait for it.
+  __device__ static bool is_turn(const TileInfo& tile) {
+    return (tile.segment & (kFirstSegment | kLastSegment)) != (kFirstSegment | kLastSegment);
+  }
   __device__ int ring_row(int block, int granule) const {
     return (block + granule / 2) % p.ring_blocks * kBlockRows + granule % 2 * kGranuleRows;
   }
@@ -289,6 +312,7 @@ struct Kernel {
     StageCursor at;
     TileInfo tile;
     for (int i = 0; next_tile(s, i, tile); ++i) {
+      await_store_warp(s, i);
       ptx::fence_proxy_async_global();  // the scheduler acquired the flags; our next accesses go through the async proxy
       const Work w = work(tile);
       const uint32_t bytes = w.share.count * kBoxBytes + 2 * kBHalfBytes;
@@ -350,9 +374,10 @@ struct Kernel {
     uint32_t use = 0;
     TileInfo tile;
     for (int i = 0; next_tile(s, i, tile); ++i) {
+      saw_tile(s, i);
       const Work w = work(tile);
       const bool weight_gradient = tile.phase >= kDw1;
-      const bool add = weight_gradient && adds(tile), fp32 = tile.phase == kDw1 ? p.dw1_fp32 : p.dw2_fp32;
+      const bool add = weight_gradient && adds(tile), fp32 = is_fp32(tile);
       if (w.uses > 0) {
         for (int g = w.share.first; g < w.share.first + w.share.count; ++g) {
           for (int part = 0; part < w.uses; ++part, ++use) {
@@ -387,6 +412,7 @@ struct Kernel {
               }
             }
             ptx::mbarrier_wait(full, use & 1);
+            if (add) ptx::fence_proxy_async_global();
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
               if (!target[r]) continue;
@@ -405,7 +431,7 @@ struct Kernel {
           }
           // Reductions are awaited tile by tile: left to pile up they slow the loads of the next tiles (C: 4.8 -> 5.3 ms).
           if (add && g + 1 == w.share.first + w.share.count) ptx::bulk_wait<0>();
-          const bool turn = weight_gradient && !(tile.segment & kLastSegment);  // another turn waits for it
+          const bool turn = weight_gradient && is_turn(tile);
           if (tile.phase == kDAct || turn) {
             ptx::bulk_wait<0>();
             __syncwarp();
@@ -452,14 +478,14 @@ struct Kernel {
           multiply<false, true>(d, s, at, w.steps, group, release);
           stage_bf16(d, use);
         } else {
-          const bool fp32 = tile.phase == kDw1 ? p.dw1_fp32 : p.dw2_fp32;
           multiply<true, true>(d, s, at, w.steps, group, release);
-          if (!fp32)
-            stage_bf16(d, use);
-          else if (w.uses > 0)
+          if (!is_fp32(tile) && !(tile.segment & kFirstSegment)) add_turns(d, tile, w, group);
+          if (w.uses == 0)
+            write_fp32(d, tile, w, group);
+          else if (is_fp32(tile))
             stage_fp32(d, use);
           else
-            write_fp32(d, tile, w, group);
+            stage_bf16(d, use);
         }
       }
       // This CTA's loads of the tile are complete: they are, before their stages are full.
@@ -496,24 +522,45 @@ struct Kernel {
     }
   }
 
-  // One that is written: straight from registers, a warp's instruction covers 8 rows x 32 bytes, whole sectors.
-  __device__ __forceinline__ void write_fp32(const float (&d)[128], const TileInfo& tile, const Work& w, int group) const {
+  // This thread's first element in a 64 x 256 tile of an fp32 weight gradient, or of the sums between the turns of a bf16 one; its
+  // others are 8 rows and 8 columns apart.
+  __device__ float* fp32_tile(const TileInfo& tile, const Work& w, int group) const {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const bool dw1 = tile.phase == kDw1;
     const int64_t columns = dw1 ? p.hidden : p.intermediate;
-    const int row = w.output_row + group * kGranuleRows + warp * 16 + lane / 4;
-    float* to = reinterpret_cast<float*>(dw1 ? p.dw1[tile.expert] : p.dw2[tile.expert]) + row * columns + w.column + lane % 4 * 2;
-    float* to8 = to + 8 * columns;
+    float* base = is_fp32(tile) ? reinterpret_cast<float*>(dw1 ? p.dw1[tile.expert] : p.dw2[tile.expert])
+                                : local<float>(p.offsets.backward.turns) + (dw1 ? 0 : int64_t(2) * p.intermediate * p.hidden);
+    return base + (w.output_row + group * kGranuleRows + warp * 16 + lane / 4) * columns + w.column + lane % 4 * 2;
+  }
+
+  // Adds what the turns before have summed.
+  __device__ __forceinline__ void add_turns(float (&d)[128], const TileInfo& tile, const Work& w, int group) const {
+    const int64_t columns = tile.phase == kDw1 ? p.hidden : p.intermediate;
+    const float* from = fp32_tile(tile, w, group);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (w.column + half * (kTileN / 2) >= columns) break;
-#pragma unroll
-      for (int j = half * 16; j < half * 16 + 16; ++j) {
-        *reinterpret_cast<float2*>(to + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
-        *reinterpret_cast<float2*>(to8 + 8 * j) = make_float2(d[4 * j + 2], d[4 * j + 3]);
-      }
+    for (int j = 0; j < 32; ++j) {
+      if (w.column + j * 8 >= columns) break;
+      const float2 a = __ldcg(reinterpret_cast<const float2*>(from + 8 * j));
+      const float2 b = __ldcg(reinterpret_cast<const float2*>(from + 8 * columns + 8 * j));
+      d[4 * j] += a.x;
+      d[4 * j + 1] += a.y;
+      d[4 * j + 2] += b.x;
+      d[4 * j + 3] += b.y;
     }
-    if (!(tile.segment & kLastSegment)) {  // another turn waits for it
+  }
+
+  // Straight from registers: a warp's instruction covers 8 rows x 32 bytes, whole sectors.
+  __device__ __forceinline__ void write_fp32(const float (&d)[128], const TileInfo& tile, const Work& w, int group) const {
+    const int64_t columns = tile.phase == kDw1 ? p.hidden : p.intermediate;
+    float *to = fp32_tile(tile, w, group), *to8 = to + 8 * columns;
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      if (w.column + j * 8 >= columns) break;
+      *reinterpret_cast<float2*>(to + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
+      *reinterpret_cast<float2*>(to8 + 8 * j) = make_float2(d[4 * j + 2], d[4 * j + 3]);
+    }
+    if (is_turn(tile)) {
+      ptx::fence_proxy_async_global();  // a later turn may add by bulk reductions
       ptx::named_barrier(1 + group, 128);
       if (threadIdx.x % 128 == 0) ptx::add_release_gpu(counter(p.offsets.backward.segment_stored) + (tile.segment >> 2), 1);
     }

@@ -111,6 +111,7 @@ struct Kernel {
     const char* act_ring = local<char>(p.offsets.act_ring);
     TileInfo tile;
     for (int i = 0; next_tile(s, i, tile); ++i) {
+      await_store_warp(s, i);
       ptx::fence_proxy_async_global();  // the scheduler acquired the flags; our next accesses go through the async proxy
       const GranuleShare share = GranuleShare::make(tile.rows, cta);
       const int steps = (tile.phase == kGemm1 ? p.hidden : p.intermediate) / kTileK;
@@ -159,6 +160,7 @@ struct Kernel {
     uint32_t use = 0;
     TileInfo tile;
     for (int i = 0; next_tile(s, i, tile); ++i) {
+      saw_tile(s, i);
       const GranuleShare share = GranuleShare::make(tile.rows, cta);
       for (int g = share.first; g < share.first + share.count; ++g) {
         const int block = tile.block + g / 2, half = g % 2;

@@ -17,7 +17,7 @@ constexpr int kBHalfBytes = kTileN / 2 * kTileK * 2;  // what one CTA loads and 
 constexpr int kStageBytes = kABytes + 2 * kBHalfBytes;
 constexpr int kStagingPitch = kTileN * 2 + 16;        // 528: conflict-free for stmatrix, 16-byte aligned for bulk copies
 constexpr int kStagingBytes = kGranuleRows * kStagingPitch;
-constexpr int kTileSlots = 8;   // more than any role of a cluster can be ahead of another (4 stages: at most 5 tiles)
+constexpr int kTileSlots = 8;   // the scheduler is at most 5 tiles ahead of the producers, these at most 3 ahead of the store warps
 constexpr int kClaimAhead = 8;  // k-steps before a tile's last load at which the next ticket is claimed
 constexpr int kNoMoreTiles = -1;
 
@@ -39,6 +39,7 @@ struct Smem {
   uint64_t staging_full, claim;
   uint64_t pull_barriers[kPullBarrierBytes / 8];
   uint32_t staging_released;  // uses of the staging buffer that the store warp has read
+  uint32_t tiles_seen;        // tiles that the store warp has read the description of
 };
 static_assert(sizeof(Smem) <= 232448, "shared memory of an SM");
 static_assert(kPullBytes <= kStages * kStageBytes);
@@ -52,7 +53,7 @@ __device__ __forceinline__ void init_barriers(Smem& s) {
   ptx::mbarrier_init(ptx::smem(&s.staging_full), 128);
   ptx::mbarrier_init(ptx::smem(&s.claim), 1);
   for (uint64_t& barrier : s.pull_barriers) ptx::mbarrier_init(ptx::smem(&barrier), 1);
-  s.staging_released = 0;
+  s.staging_released = s.tiles_seen = 0;
   ptx::fence_mbarrier_init_cluster();
 }
 
@@ -82,6 +83,16 @@ __device__ __forceinline__ bool next_tile(Smem& s, int i, TileInfo& tile) {
   ptx::mbarrier_wait_cluster(ptx::smem(&s.tile_full[slot]), (i / kTileSlots) & 1);
   tile = s.tiles[slot];
   return tile.phase != kNoMoreTiles;
+}
+
+// Tiles that use no staging buffer do not hold the others back for the store warp: it tells what it has read, and the producer waits
+// before its description can be overwritten.
+__device__ __forceinline__ void saw_tile(Smem& s, int i) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::store_release_cta(ptx::smem(&s.tiles_seen), i + 1);
+}
+__device__ __forceinline__ void await_store_warp(Smem& s, int i) {
+  if (i > 2) ptx::wait_shared_count(ptx::smem(&s.tiles_seen), i - 2);
 }
 
 // Claims a ticket once the producer nears the end of tile i - 1; `total` where there are no more or the workspace is dead.
@@ -229,7 +240,7 @@ __device__ __forceinline__ bool finish_call(const WaitContext& wait, uint32_t* f
   bool ok = true;
   if (int(threadIdx.x) < wait.ranks)
     ok = wait_stamp(wait, MOK_PHASE_COMBINE, &wait.flags->done[threadIdx.x], threadIdx.x, expected);
-  return __syncthreads_and(ok);
+  return __syncthreads_and(ok && !workspace_dead(wait));
 }
 
 }  // namespace mok::sm90
