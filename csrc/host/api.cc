@@ -129,6 +129,8 @@ int check_call(Args* args, Device* device) {
   MokProblem& p = args->workspace.problem;
   MOK_TRY(present_device(device));
   MOK_TRY(check_arch(*device));
+  // Binds the device's context to this thread: tensor maps are encoded by the driver, and an autograd thread may not have one yet.
+  MOK_TRY(cuda_status(cudaSetDevice(device->id), "cudaSetDevice"));
   MOK_TRY(resolve_sms(&p, *device));
   if (args->num_tokens < 0 || args->num_tokens > p.max_tokens)
     return fail(MOK_ERR_ARGUMENT, "num_tokens: got %lld, need 0 to max_tokens (%lld)",

@@ -18,7 +18,7 @@ ACCEPTED: dict[str, list[tuple[str, str]]] = {
     "memcheck": [],
     "racecheck": [
         (
-            r"Race reported between Read access at mok::ptx::wait_shared_count",
+            r"Race reported between (Read|Write) access at mok::ptx::(wait_shared_count|store_release_cta)",
             "a counter written by st.release and polled by ld.acquire, which the tool does not follow",
         )
     ],
