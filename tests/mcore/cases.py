@@ -209,7 +209,6 @@ def token_counts(counts: list[list[int]], max_tokens: int | None = None) -> list
 def above_max_tokens() -> dict[str, Any]:
     """B06: rank 1 brings more tokens than the workspace takes; then all ranks reserve more and go on."""
     layout(4)
-    runtime.release()
     megatron_mok.configure(megatron_mok.MokConfig(max_tokens=16))
     layer = make_layer(layer_config())
 
@@ -436,7 +435,6 @@ def nothing_is_kept() -> dict[str, bool]:
 def two_models() -> dict[str, float]:
     """B77: two layers of other hidden size, top-k and group in one process; one is deleted half way."""
     layout(4)
-    megatron_mok.configure(megatron_mok.MokConfig())
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     rank = dist.get_rank()
@@ -470,7 +468,6 @@ def two_models() -> dict[str, float]:
 def one_workspace() -> int:
     """B54, B55: workspaces after several layers and many token counts."""
     layout(4)
-    runtime.release()
     megatron_mok.configure(megatron_mok.MokConfig(max_tokens=40))
     layers = [make_layer(layer_config(), seed=s) for s in range(3)]
     seen = set()
@@ -494,7 +491,6 @@ def one_workspace() -> int:
 def absent_rank() -> dict[str, Any]:
     """B49, B51: rank 1 fails before its MoE forward while the others are in theirs."""
     layout(4)
-    runtime.release()
     megatron_mok.configure(megatron_mok.MokConfig(timeout_s=3.0))
     layer = make_layer(layer_config())
     x, (probs, routing) = tokens_of(8), random_routes(8)
@@ -512,7 +508,6 @@ def absent_rank() -> dict[str, Any]:
     # gloo closes the connections of a group in which a wait has timed out: new groups, new layer.
     model.leave()
     layout(4)
-    megatron_mok.configure(megatron_mok.MokConfig())
     layer = make_layer(layer_config())
     again = difference(run(layer, x, probs, routing), oracle(layer, x, probs, routing))
     return {"failure": failure, "seconds": seconds, "again": again}
@@ -538,7 +533,6 @@ class Forced(torch.nn.Module):
 def empty_ranks_in_ddp(dispatcher: str = "mok") -> dict[str, Any]:
     """B04: as B01 inside Megatron's DDP with overlapped reduction and the distributed optimizer; 3 steps."""
     layout(4)
-    megatron_mok.configure(megatron_mok.MokConfig())
     trainer = model.Trainer(
         dispatcher, ddp=dict(overlap_grad_reduce=True, use_distributed_optimizer=True), moe_router_topk=4
     )
@@ -559,7 +553,6 @@ def empty_ranks_in_ddp(dispatcher: str = "mok") -> dict[str, Any]:
 def main_grad_accumulation(main_grad_dtype: str = "fp32") -> dict[str, Any]:
     """B36: two micro-batches of the same data give exactly twice one; the hook fires once per micro-batch."""
     layout(4)
-    megatron_mok.configure(megatron_mok.MokConfig())
     config = layer_config(bf16=True)
     layer = make_layer(config)
     config.hidden_size = H
@@ -590,7 +583,6 @@ def main_grad_accumulation(main_grad_dtype: str = "fp32") -> dict[str, Any]:
 def low_bits() -> list[float]:
     """B36: two micro-batches whose exact gradient of one weight is 256 and 1 add to 257 in fp32."""
     layout(1)
-    megatron_mok.configure(megatron_mok.MokConfig())
     config = layer_config(bf16=True, moe_router_topk=1, moe_router_pre_softmax=True)
     layer = make_layer(config)
     wrapped = model.wrap([layer], config, bucket_size=None)[0]
@@ -712,7 +704,6 @@ def announce() -> dict[str, Any]:
     layout(4)
     megatron_mok.unregister()
     megatron_mok.register()
-    megatron_mok.configure(megatron_mok.MokConfig())
     printed = io.StringIO()
     result: dict[str, Any] = {}
     with contextlib.redirect_stdout(printed):
@@ -746,7 +737,6 @@ def grouped_experts() -> bool:
     from megatron_mok.mcore.layer import MokMoELayer
 
     layout(4)
-    megatron_mok.configure(megatron_mok.MokConfig())
     config = layer_config()
     sequential = make_layer(config)
     parts = GroupedMLPSubmodules(

@@ -90,8 +90,10 @@ _store: dist.Store | None = None
 
 
 def layout(ep: int = 4, pp: int = 1, vpp: int | None = None) -> None:
-    """Megatron's process groups for this layout (kept if they are already there)."""
+    """Megatron's process groups for this layout (kept if they are already there), and mok's defaults."""
     global _layout, _store
+    megatron_mok.configure(megatron_mok.MokConfig())
+    megatron_mok.runtime.release()  # the next case has other token counts
     if _layout == (ep, pp, vpp):
         return
     leave()
@@ -118,7 +120,6 @@ def leave() -> None:
     """
     global _layout
     if _layout is not None:
-        megatron_mok.runtime.release()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         _layout = None
