@@ -4,7 +4,7 @@
 
 Needs no git: the tree hashes come from build/trees.json, which `make build` writes, and the library must name
 the same hash of csrc. Exit status: pytest's; 3 if the library and that file disagree or there is no GPU.
-Arguments that select tests make the record partial: it is then only written if --output is given.
+A run of a part of the tests is only recorded if --output is given.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests" / "gpu"
 RECORD = ROOT / "benchmarks" / "results" / "gpu-tests.json"
 OUTCOMES = ("passed", "failed", "skipped")
 
@@ -32,6 +33,18 @@ class Recorder:
     def __init__(self) -> None:
         self.outcome: dict[str, str] = {}  # by test
         self.skip_reasons: collections.Counter[str] = collections.Counter()
+        self.deselected = False
+        self.complete = False  # did every test run?
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.deselected = True
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.complete = (
+            not self.deselected
+            and session.config.args == [str(TESTS)]
+            and len(self.outcome) >= session.testscollected
+        )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -102,15 +115,17 @@ def main() -> int:
         "trees": trees(),
     }
     arguments = [
-        str(ROOT / "tests" / "gpu"),
+        str(TESTS),
         f"--rootdir={ROOT}",
         "--continue-on-collection-errors",
         *selection,
     ]
     status = pytest.main(arguments, plugins=[recorder])
     record |= {"files": recorder.files(), "skip_reasons": dict(recorder.skip_reasons)}
-    output = options.output or (None if selection else RECORD)
-    if output:
+    output = options.output or (RECORD if recorder.complete else None)
+    if output is None:
+        print("gpu-test: not every test ran, so nothing is recorded (--output FILE records a part)")
+    else:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(record, indent=2) + "\n")
         print(f"wrote {output}")
