@@ -28,7 +28,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """A name (A, B, C, D) or T,H,I,E,K. ValueError for anything else."""
+        """A name of SHAPES or T,H,I,E,K. ValueError for anything else."""
         if text.upper() in SHAPES:
             return SHAPES[text.upper()]
         try:
@@ -49,6 +49,11 @@ class Shape:
         return (6 if which.startswith("fwd") else 12) * self.rows * self.H * self.I
 
     @property
+    def weight_bytes(self) -> int:
+        """bf16 weights of the experts that can have rows."""
+        return 6 * min(self.E, self.rows) * self.H * self.I
+
+    @property
     def label(self) -> str:
         name = next((name for name, shape in SHAPES.items() if shape == self), None)
         return f"{name + ': ' if name else ''}T{self.T} H{self.H} I{self.I} E{self.E} K{self.K}"
@@ -58,6 +63,8 @@ SHAPES = {
     "A": Shape(8192, 2048, 768, 128, 8),  # Qwen3-30B-A3B
     "B": Shape(8192, 4096, 1536, 128, 8),  # Qwen3-235B-A22B
     "C": Shape(2048, 7168, 2048, 8, 8),  # DeepSeek-V3, 8 local experts
+    "C512": Shape(512, 7168, 2048, 8, 8),  # C with few tokens
+    "C64": Shape(64, 7168, 2048, 8, 8),
     "D": Shape(4096, 7168, 2048, 32, 8),  # DeepSeek-V3, 32 local experts
 }
 

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mok import runtime
-from megatron_mok.bench.cases import Inputs
+from megatron_mok import native, runtime
+from megatron_mok.bench.cases import Inputs, Shape
 from megatron_mok.config import MokConfig
+from megatron_mok.reference.schedule import saved_rows
+from megatron_mok.runtime.virtual import VirtualRanks
 
 grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
@@ -26,6 +28,11 @@ class Implementation:
 
     name = ""
     notes = ""
+    ranks = 1
+
+    @classmethod
+    def title(cls) -> str:
+        return cls.name if cls.ranks == 1 else f"{cls.name} R{cls.ranks}"
 
     def __init__(self, inputs: Inputs):
         self.inputs = inputs
@@ -38,6 +45,10 @@ class Implementation:
     def restore(self, dw1: Tensor) -> Tensor:
         """A gradient of w1 back in the layout [E, 2I, H], gate rows first."""
         return dw1
+
+    def whole(self, by_token: Any) -> Tensor:
+        """What a pass gave of out, dx or dp, as one tensor of all T tokens."""
+        return by_token
 
     def layer(self, x: Tensor, p: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """out [T, H], differentiable in all four."""
@@ -60,6 +71,9 @@ class Implementation:
         main[0].add_(dw1)
         main[1].add_(dw2)
         return dx, dp
+
+    def check(self) -> None:
+        """Raise what went wrong on the device, if anything did; the caller has synchronised."""
 
     def close(self) -> None:
         """Give back what `inputs` do not own."""
@@ -262,3 +276,85 @@ class Mok(Implementation):
 
     def close(self):
         self.comm.close()
+
+
+class MokRanks(Implementation):
+    """The kernels on virtual ranks of one GPU: each has 1/R of the tokens, of the experts and of the SMs.
+
+    A pass starts all ranks behind the current stream's work, which then waits for all of them. What it gives
+    by token is a list with one tensor a rank.
+    """
+
+    name = "mok"
+    timeout_s = 30.0
+
+    @classmethod
+    def of(cls, ranks: int) -> type[MokRanks]:
+        """The class for R ranks. ValueError below 2: one rank is Mok."""
+        if ranks < 2:
+            raise ValueError(f"--ranks: got {ranks}, need 2 or more; one rank is always measured")
+        return type(f"{cls.__name__}{ranks}", (cls,), {"ranks": ranks})
+
+    @classmethod
+    def fit(cls, shape: Shape) -> None:
+        """ValueError where the work cannot be divided evenly."""
+        if shape.T % cls.ranks or shape.E % cls.ranks:
+            raise ValueError(
+                f"--ranks: got {cls.ranks}, need a divisor of {shape.T} tokens and {shape.E} experts"
+            )
+
+    def __init__(self, inputs: Inputs):
+        super().__init__(inputs)
+        sizes, ranks = inputs.shape, self.ranks
+        self.fit(sizes)
+        tokens, self.experts = sizes.T // ranks, sizes.E // ranks
+        self.virtual = VirtualRanks(
+            ranks, hidden=sizes.H, top_k=sizes.K, max_tokens=tokens, device=inputs.x.device,
+            settings=native.Settings(timeout_s=self.timeout_s, first_timeout_s=self.timeout_s),
+        )  # fmt: skip
+        self.dy = inputs.dy.split(tokens)
+        by_token = [t.split(tokens) for t in (inputs.x, inputs.ids, inputs.p)]
+        weights = [self._by_rank(w) for w in (inputs.w1, inputs.w2)]
+        self.parts = list(zip(*by_token, *weights, strict=True))
+        self.save_rows = saved_rows(MokConfig().save_capacity, tokens, sizes.K)
+        self.notes = f"virtual ranks, {self.virtual.settings.num_sms} SMs each"
+
+    def _by_rank(self, of_all: Tensor) -> list[list[Tensor]]:
+        """A tensor of all experts as each rank's stacked one."""
+        return [[part] for part in of_all.split(self.experts)]
+
+    def whole(self, by_token: list[Tensor]) -> Tensor:
+        return torch.cat(by_token)
+
+    def _forward(self, save_rows: int) -> list[native.Call]:
+        return self.virtual.forward(
+            self.parts, num_experts=self.inputs.shape.E, save_rows=[save_rows] * self.ranks
+        )
+
+    def fwd_nograd(self):
+        return [call.out for call in self._forward(0)]
+
+    def fwd(self):
+        return [call.out for call in self._forward(self.save_rows)]
+
+    def step(self):
+        dw1, dw2 = torch.empty_like(self.inputs.w1), torch.empty_like(self.inputs.w2)
+        return *self._step([dw1, dw2], accumulate=False), dw1, dw2
+
+    def step_acc32(self, main):
+        return self._step(main, accumulate=True)
+
+    def _step(self, gradients: list[Tensor], accumulate: bool) -> tuple[Any, Any]:
+        forward = self._forward(self.save_rows)
+        into = list(zip(*map(self._by_rank, gradients), strict=True))
+        backward = self.virtual.prepare_backward(
+            self.parts, forward, self.dy, into, num_experts=self.inputs.shape.E, accumulate=accumulate
+        )
+        self.virtual.launch_backward(backward)
+        return [call.dx for call in backward], [call.dp for call in backward]
+
+    def check(self):
+        self.virtual.check()
+
+    def close(self):
+        self.virtual.close()

@@ -27,6 +27,7 @@ from megatron_mok.reference.activation import NO_LIMIT, Activation
 ROUNDS = 3
 DENSE = 8192
 WARMUP = 10
+COMPARISONS = ("ratio_to_one_rank", "ratio_to_balanced", "memory_floor_ms")
 # Relative error: at most twice that of torch in the same dtype and SLACK, never above LIMIT.
 SLACK, LIMIT = 1e-3, 2e-2
 
@@ -73,6 +74,15 @@ class Dense:
     def tflops(self) -> float:
         ms = statistics.median(self.clock.times(lambda: torch.mm(self.a, self.b, out=self.c), self.reps))
         return 2 * self.size**3 / ms / 1e9
+
+
+def copy_tbps(clock: Clock, device: str, size_bytes: int = 2**30, reps: int = 10) -> float:
+    """TB/s read and written by a copy of random data."""
+    source = torch.randn(size_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    clock.times(lambda: target.copy_(source), 3)
+    ms = statistics.median(clock.times(lambda: target.copy_(source), reps))
+    return 2 * size_bytes / ms / 1e9
 
 
 # ---------------------------------------------------------------- correctness
@@ -133,8 +143,8 @@ def relative_error(got: Tensor, want: Tensor, scale: float = 1.0) -> float:
 def errors(implementation: Implementation, which: str, want: Expected) -> dict[str, float]:
     """Relative errors of everything that one pass gives."""
     if which.startswith("fwd"):
-        out = implementation.fwd_nograd() if which == "fwd_nograd" else implementation.fwd().detach()
-        return {"out": relative_error(out, want.out)}
+        out = implementation.fwd_nograd() if which == "fwd_nograd" else implementation.fwd()
+        return {"out": relative_error(implementation.whole(out).detach(), want.out)}
     if which == "bwd":
         dx, dp, dw1, dw2 = implementation.step()
         scale = 1.0
@@ -145,8 +155,8 @@ def errors(implementation: Implementation, which: str, want: Expected) -> dict[s
         dw1, dw2 = zeros
         scale = 2.0
     return {
-        "dx": relative_error(dx, want.dx),
-        "dp": relative_error(dp, want.dp),
+        "dx": relative_error(implementation.whole(dx), want.dx),
+        "dp": relative_error(implementation.whole(dp), want.dp),
         "dw1": relative_error(implementation.restore(dw1), want.dw1, scale),
         "dw2": relative_error(dw2, want.dw2, scale),
     }
@@ -181,7 +191,7 @@ class Report:
 def measure(
     shape: Shape,
     routing: str,
-    implementations: Sequence[Callable[[Inputs], Implementation]],
+    implementations: Sequence[type[Implementation]],
     *,
     environment: dict[str, Any],
     device: str = "cuda",
@@ -191,11 +201,14 @@ def measure(
     seed: int = 0,
     dense: Dense | None = None,
     clock: Clock | None = None,
+    copy_tbps: float | None = None,
+    before: Sequence[dict[str, Any]] = (),
     say: Callable[[str], None] = print,
 ) -> Report:
     """Check and time every implementation on one shape and routing. The first is the yardstick: torch-eager.
 
-    environment: {commit, gpu, driver, cuda, torch}, copied into the records.
+    environment: {commit, gpu, driver, cuda, torch}, copied into the records. copy_tbps: the device's, for
+    memory floors. before: records of the run's earlier cases, for comparing skewed with balanced.
     """
     clock = clock or CudaClock()
     dense = dense or Dense(clock, device)
@@ -205,16 +218,16 @@ def measure(
     subjects: list[Subject] = []
     limits: dict[tuple[str, str], float] = {}
     for make in implementations:
-        name = getattr(make, "name", str(make))
+        case = f"{shape.label}, {routing}: {make.title()}"
         try:
             subject = Subject(make(inputs))
         except Exception as e:
-            troubles.append(f"{name}: {type(e).__name__}: {e}")
+            troubles.append(f"{case}: {type(e).__name__}: {e}")
             continue
         for which in passes:
             trouble = _check(subject.implementation, which, want, limits)
             if trouble:
-                troubles.append(f"{shape.label}, {routing}: {name} {which}: {trouble}")
+                troubles.append(f"{case} {which}: {trouble}")
             else:
                 subject.passes.append(which)
         subjects.append(subject)
@@ -228,9 +241,15 @@ def measure(
     share = -(-reps // rounds)
     for turn in range(rounds):
         for subject in subjects:
-            if subject.passes:
-                # the first turn warms up in full, later ones after the others' work
+            if not subject.passes:
+                continue
+            try:  # the first turn warms up in full, later ones after the others' work
                 _time(subject, main, share, warmup if turn == 0 else min(warmup, 3), dense, clock)
+                subject.implementation.check()
+            except Exception as e:  # what it has measured before may be as wrong
+                subject.passes.clear()
+                title = subject.implementation.title()
+                troubles.append(f"{shape.label}, {routing}: {title}, while timed: {type(e).__name__}: {e}")
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     records = [
         record(subject, which, shape, routing, {"date": date, **environment})
@@ -238,6 +257,7 @@ def measure(
         for which in passes
         if which in subject.passes
     ]
+    compare(records, before, copy_tbps)
     for subject in subjects:
         subject.implementation.close()
     for line in troubles:
@@ -301,7 +321,7 @@ def record(subject: Subject, which: str, shape: Shape, routing: str, facts: dict
     return {
         **{key: facts.get(key) for key in ("commit", "date", "gpu", "driver", "cuda", "torch")},
         "shape": asdict(shape),
-        "ranks": 1,
+        "ranks": subject.implementation.ranks,
         "routing": routing,
         "pass": which,
         "impl": subject.implementation.name,
@@ -311,6 +331,33 @@ def record(subject: Subject, which: str, shape: Shape, routing: str, facts: dict
         "ratio_to_dense": round(tflops / dense, 4),
         "notes": subject.implementation.notes,
     }
+
+
+def compare(
+    records: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]], copy_tbps: float | None
+) -> None:
+    """Adds COMPARISONS to the records to which they apply, from themselves and from earlier ones.
+
+    ratio_to_one_rank  rate of several ranks over that of one, from the times of one case
+    ratio_to_balanced  ratio_to_dense of skewed over that of balanced routing, same shape
+    memory_floor_ms    of a forward that arithmetic does not bound: the weights read once at the copy's rate
+    """
+
+    def key(r: dict[str, Any], **other: Any) -> str:
+        return json.dumps([({**r, **other})[k] for k in ("shape", "ranks", "routing", "pass", "impl")])
+
+    known = {key(r): r for r in [*before, *records]}
+    for r in records:
+        one, balanced = known.get(key(r, ranks=1)), known.get(key(r, routing="balanced"))
+        if r["ranks"] > 1 and one:
+            r["ratio_to_one_rank"] = round(one["ms"] / r["ms"], 4)
+        if r["routing"] == "skewed" and balanced:
+            r["ratio_to_balanced"] = round(r["ratio_to_dense"] / balanced["ratio_to_dense"], 4)
+        shape = Shape(**r["shape"])
+        if copy_tbps and r["pass"].startswith("fwd"):
+            memory_ms = shape.weight_bytes / copy_tbps / 1e9
+            if memory_ms > shape.flops(r["pass"]) / r["dense_tflops"] / 1e9:
+                r["memory_floor_ms"] = round(memory_ms, 4)
 
 
 def append(path: Path, records: list[dict[str, Any]]) -> None:
@@ -325,6 +372,10 @@ def append(path: Path, records: list[dict[str, Any]]) -> None:
     temporary.replace(path)
 
 
+def _title(r: dict[str, Any]) -> str:
+    return r["impl"] if r["ranks"] == 1 else f"{r['impl']} R{r['ranks']}"
+
+
 def table(records: list[dict[str, Any]]) -> str:
     """Milliseconds (TFLOP/s, ratio to dense) of every pass, one block a case."""
     lines = []
@@ -333,10 +384,14 @@ def table(records: list[dict[str, Any]]) -> str:
         dense = [r["dense_tflops"] for r in mine]
         lines.append(f"\n{shape.label}, {routing}; dense {min(dense):.0f} to {max(dense):.0f} TFLOP/s")
         lines.append(f"  {'':<16}" + "".join(f"{which:>24}" for which in PASSES))
-        for impl in dict.fromkeys(r["impl"] for r in mine):
+        for title in dict.fromkeys(map(_title, mine)):
             cells = {r["pass"]: f"{r['ms']:.3f} ({r['tflops']:.0f}, {r['ratio_to_dense']:.2f})" for r in mine
-                     if r["impl"] == impl}  # fmt: skip
-            lines.append(f"  {impl:<16}" + "".join(f"{cells.get(which, '-'):>24}" for which in PASSES))
+                     if _title(r) == title}  # fmt: skip
+            lines.append(f"  {title:<16}" + "".join(f"{cells.get(which, '-'):>24}" for which in PASSES))
+            for name in COMPARISONS:
+                cells = {r["pass"]: f"{r[name]:.3f}" for r in mine if _title(r) == title and name in r}
+                if cells:
+                    lines.append(f"    {name:<18}" + "".join(f"{cells.get(w, ''):>24}" for w in PASSES)[4:])
     return "\n".join(lines).strip("\n")
 
 
@@ -348,14 +403,14 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     cases = list(dict.fromkeys((Shape(**r["shape"]), r["routing"]) for r in records))
-    impls = list(dict.fromkeys(r["impl"] for r in records))
+    titles = list(dict.fromkeys(map(_title, records)))
     figure, axes = pyplot.subplots(1, len(cases), figsize=(1 + 4 * len(cases), 4), squeeze=False, sharey=True)
     for (shape, routing), panel in zip(cases, axes[0], strict=True):
-        for i, impl in enumerate(impls):
+        for i, title in enumerate(titles):
             bars = {r["pass"]: r["ratio_to_dense"] for r in records
-                    if (Shape(**r["shape"]), r["routing"], r["impl"]) == (shape, routing, impl)}  # fmt: skip
-            at = [PASSES.index(which) + i * 0.8 / len(impls) for which in bars]
-            panel.bar(at, list(bars.values()), width=0.8 / len(impls), label=impl, align="edge")
+                    if (Shape(**r["shape"]), r["routing"], _title(r)) == (shape, routing, title)}  # fmt: skip
+            at = [PASSES.index(which) + i * 0.8 / len(titles) for which in bars]
+            panel.bar(at, list(bars.values()), width=0.8 / len(titles), label=title, align="edge")
         panel.set_xticks([k + 0.4 for k in range(len(PASSES))], PASSES)
         panel.set_title(f"{shape.label}\n{routing}", fontsize=9)
     axes[0][0].set_ylabel("ratio to dense bf16 matmul")

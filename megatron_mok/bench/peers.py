@@ -135,13 +135,20 @@ class LigerTriton(Implementation):
 
 
 PEERS = {peer.name: peer for peer in (SonicMoe, DeepGemm, LigerTriton)}
-MODULES = {"sonicmoe": "sonicmoe", "deepgemm": "deep_gemm", "liger-triton": "liger_kernel.ops.fused_moe"}
+# What each is imported as, and where that comes from.
+NEEDS = {
+    "sonicmoe": ("sonicmoe", "sonic-moe with quack-kernels"),
+    "deepgemm": ("deep_gemm", "sgl-deep-gemm"),
+    "liger-triton": ("liger_kernel.ops.fused_moe", "liger-kernel"),
+}
 
 
-def present(name: str) -> bool:
-    """Whether a peer imports here."""
+def missing(name: str) -> str | None:
+    """What a peer lacks here, in a line; None where it imports."""
+    module, package = NEEDS[name]
     try:
-        importlib.import_module(MODULES[name])
-    except Exception:  # a peer that breaks while importing must not break the rest
-        return False
-    return True
+        importlib.import_module(module)
+    except Exception as error:  # a peer that breaks while importing must not break the rest
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return f"{name}: needs {package}; found: {type(error).__name__}: {reason}"
+    return None

@@ -16,10 +16,14 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="mok bench", description=__doc__, epilog=EPILOG)
     p.add_argument("--layer", action="store_true", required=True, help="measure one layer after the router")
     p.add_argument(
-        "--shape", nargs="+", default=["C"], metavar="S", help="A, B, C, D or T,H,I,E,K; all on one rank (C)"
+        "--shape", nargs="+", default=["C"], metavar="S", help="A B C C512 C64 D or T,H,I,E,K; one rank (C)"
     )
     p.add_argument("--routing", nargs="+", default=["balanced"], metavar="R", help="balanced random skewed")
     p.add_argument("--pass", nargs="+", dest="passes", metavar="P", help="fwd_nograd fwd bwd bwd_acc32 (all)")
+    p.add_argument(
+        "--ranks", nargs="+", type=int, default=[], metavar="R",
+        help="also mok on R virtual ranks, each with 1/R of the tokens, experts and SMs of this GPU",
+    )  # fmt: skip
     p.add_argument(
         "--peers", default="auto", help="auto: those that import; none; or names with commas (auto)"
     )
@@ -41,18 +45,23 @@ def git_head() -> str | None:
 
 
 def choose_peers(wanted: str) -> list[Any]:
-    """Classes of the peers asked for. ValueError for a name that is unknown or does not import."""
+    """Classes of the peers asked for; auto says which are not here. ValueError for one that is unknown or
+    asked for and not here.
+    """
     from megatron_mok.bench import peers
 
-    if wanted in ("auto", "none"):
-        return [peer for name, peer in peers.PEERS.items() if wanted == "auto" and peers.present(name)]
-    names = wanted.split(",")
+    if wanted == "none":
+        return []
+    names = list(peers.PEERS) if wanted == "auto" else wanted.split(",")
     for name in names:
         if name not in peers.PEERS:
             raise ValueError(f"--peers: got {name!r}, need auto, none or some of {', '.join(peers.PEERS)}")
-        if not peers.present(name):
-            raise ValueError(f"--peers: {name}: {peers.MODULES[name]} does not import; remedy: install it")
-    return [peers.PEERS[name] for name in names]
+    absent = {name: why for name in names if (why := peers.missing(name))}
+    if absent and wanted != "auto":
+        raise ValueError(f"--peers: {'; '.join(absent.values())}; remedy: install it or leave it out")
+    for why in absent.values():
+        print(f"not measured: {why}")
+    return [peers.PEERS[name] for name in names if name not in absent]
 
 
 def run(argv: list[str]) -> int:
@@ -60,7 +69,7 @@ def run(argv: list[str]) -> int:
     import torch
 
     from megatron_mok.bench import ab, cases, layer
-    from megatron_mok.bench.implementations import Mok, TorchCompiled, TorchEager
+    from megatron_mok.bench.implementations import Mok, MokRanks, TorchCompiled, TorchEager
     from megatron_mok.cli.machine import Machine
 
     try:
@@ -72,11 +81,15 @@ def run(argv: list[str]) -> int:
         passes = check(args.passes or cases.PASSES, cases.PASSES)
         if args.reps < 1:
             raise ValueError(f"--reps: got {args.reps}, need at least 1")
+        on_ranks = [MokRanks.of(ranks) for ranks in dict.fromkeys(args.ranks)]
+        for way in on_ranks:
+            for shape, _ in todo:
+                way.fit(shape)
         if args.plot and (missing := ab.matplotlib_missing()):
             raise ValueError(missing)
         if not torch.cuda.is_available():
             raise ValueError("device: got no GPU, need one: kernels are measured; remedy: see `mok doctor`")
-        ways = [TorchEager, TorchCompiled, *choose_peers(args.peers), Mok]
+        ways = [TorchEager, TorchCompiled, *choose_peers(args.peers), Mok, *on_ranks]
     except ValueError as e:
         print(f"mok bench: {e}", file=sys.stderr)
         return 2
@@ -90,12 +103,14 @@ def run(argv: list[str]) -> int:
     }
     clock = layer.CudaClock()
     dense = layer.Dense(clock, "cuda")
-    records, troubles = [], []
+    copy_tbps = layer.copy_tbps(clock, "cuda")
+    records: list[dict[str, Any]] = []
+    troubles: list[str] = []
     for shape, routing in dict.fromkeys(todo):
         print(f"{shape.label}, {routing} ...", flush=True)
         report = layer.measure(
             shape, routing, ways, environment=facts, passes=passes, reps=args.reps, seed=args.seed,
-            dense=dense, clock=clock,
+            dense=dense, clock=clock, copy_tbps=copy_tbps, before=records,
         )  # fmt: skip
         records += report.records
         troubles += report.troubles
@@ -108,7 +123,8 @@ def run(argv: list[str]) -> int:
 
 
 def check(given: Any, known: Any) -> list[str]:
-    """The words of an option, in the order of `known`. ValueError for a word that is not among them."""
+    """The words of an option, also with commas, in the order of `known`. ValueError for any other word."""
+    given = [word for text in given for word in text.split(",")]
     for word in given:
         if word not in known:
             raise ValueError(f"got {word!r}, need some of {', '.join(known)}")

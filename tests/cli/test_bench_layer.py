@@ -4,14 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_mok.bench import layer, peers
-from megatron_mok.bench.cases import PASSES, SHAPES, Shape, cases, make_inputs, route
-from megatron_mok.bench.implementations import Explicit, Mok, Routes, TorchEager
+from megatron_mok.bench import implementations, layer, peers
+from megatron_mok.bench.cases import PASSES, SHAPES, Inputs, Shape, cases, make_inputs, route
+from megatron_mok.bench.implementations import Explicit, Mok, MokRanks, Routes, TorchEager
 from megatron_mok.cli import bench
+from megatron_mok.reference.schedule import saved_rows
 
 TINY = Shape(48, 64, 32, 8, 2)
 FACTS = {"commit": "abc", "gpu": "none", "driver": None, "cuda": None, "torch": torch.__version__}
@@ -52,6 +54,8 @@ def test_shapes_of_the_published_table():
     assert SHAPES["C"].flops("fwd") == 6 * 16384 * 7168 * 2048
     assert SHAPES["C"].flops("bwd_acc32") == 2 * SHAPES["C"].flops("fwd_nograd")
     assert SHAPES["C"].label.startswith("C: T2048") and TINY.label == "T48 H64 I32 E8 K2"
+    assert Shape.parse("c512").T == 512 and Shape.parse("C64").rows == 512
+    assert SHAPES["C64"].weight_bytes == 8 * 3 * 7168 * 2048 * 2 == SHAPES["C"].weight_bytes
 
 
 @pytest.mark.parametrize("text", ["X", "1,2,3", "1,2,3,4,5", "0,2,3,4,1", "a,b,c,d,e"])
@@ -96,6 +100,15 @@ def test_skew_where_every_token_goes_everywhere():
     assert counts[0] == 1024 and counts[1:].min() > 0
 
 
+def test_several_routings_in_one_run():
+    """Shapes, then routings in the order balanced, random, skewed, so that skewed can be compared."""
+    words = bench.check(["skewed,random", "balanced"], ["balanced", "random", "skewed"])
+    assert words == ["balanced", "random", "skewed"]
+    assert cases(SHAPES["A"], words) == [(SHAPES["A"], routing) for routing in words]
+    with pytest.raises(ValueError, match="got 'upside', need some of balanced, random, skewed"):
+        bench.check(["balanced,upside"], ["balanced", "random", "skewed"])
+
+
 # ---- oracle and implementations
 
 
@@ -124,6 +137,62 @@ def test_oracle_equals_a_plain_loop(inputs, want):
 def test_every_pass_holds(inputs, want, way, which):
     found = layer.errors(way(inputs), which, want)
     assert found and all(error < 0.01 for error in found.values()), found
+
+
+class FakeRanks:
+    """VirtualRanks on the CPU: takes what each rank is given, computes the layer of all, hands out shares."""
+
+    def __init__(self, num_ranks, *, hidden, top_k, max_tokens, device, settings):
+        assert settings.timeout_s == settings.first_timeout_s == MokRanks.timeout_s
+        self.num_ranks, self.max_tokens, self.checked = num_ranks, max_tokens, 0
+        self.settings = SimpleNamespace(num_sms=132 // num_ranks // 2 * 2)
+
+    def forward(self, inputs, *, num_experts, save_rows):
+        assert len(inputs) == len(save_rows) == self.num_ranks
+        assert set(save_rows) in ({0}, {saved_rows(1.25, self.max_tokens, TINY.K)})
+        x, ids, p, w1, w2 = zip(*inputs, strict=True)
+        assert [len(part) for part in x] == [self.max_tokens] * self.num_ranks
+        stacked = [torch.cat([tensor for (tensor,) in weights]) for weights in (w1, w2)]
+        assert all(len(w) == num_experts for w in stacked)
+        x, ids, p = map(torch.cat, (x, ids, p))
+        self.layer = TorchExplicit(Inputs(TINY, "random", x, None, ids, p, *stacked))
+        return [SimpleNamespace(out=out) for out in self.layer.fwd().split(self.max_tokens)]
+
+    def prepare_backward(self, inputs, calls, dy, gradients, *, num_experts, accumulate):
+        self.layer.inputs.dy = torch.cat(dy)
+        dx, dp, *weights = self.layer.step()
+        for into, gradient in zip(zip(*gradients, strict=True), weights, strict=True):
+            for (part,), share in zip(into, gradient.split(num_experts // self.num_ranks), strict=True):
+                part.add_(share) if accumulate else part.copy_(share)
+        return [
+            SimpleNamespace(dx=a, dp=b)
+            for a, b in zip(dx.split(self.max_tokens), dp.split(self.max_tokens), strict=True)
+        ]
+
+    def launch_backward(self, calls):
+        assert len(calls) == self.num_ranks
+
+    def check(self):
+        self.checked += 1
+
+    def close(self):
+        assert self.checked, "nobody looked whether a wait had failed"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("which", PASSES)
+def test_virtual_ranks_share_the_layer(inputs, want, ranks, which, monkeypatch):
+    monkeypatch.setattr(implementations, "VirtualRanks", FakeRanks)
+    found = layer.errors(MokRanks.of(ranks)(inputs), which, want)
+    assert found and all(error < 0.01 for error in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "need"), [(1, "2 or more"), (3, "a divisor of 48 tokens and 8"), (16, "a divisor")]
+)
+def test_ranks_that_do_not_divide_the_layer(ranks, need):
+    with pytest.raises(ValueError, match=f"--ranks: got {ranks}, need {need}"):
+        MokRanks.of(ranks).fit(TINY)
 
 
 def test_routes():
@@ -183,6 +252,18 @@ class Absent(TorchExplicit):
         raise ImportError("not built")
 
 
+class Breaks(TorchExplicit):
+    """A wait fails while the second turn is timed."""
+
+    name = "breaks"
+    turns = 0
+
+    def check(self):
+        self.turns += 1
+        if self.turns == 2:
+            raise TimeoutError("rank 1 waited")
+
+
 def passes_of(report, impl):
     return [r["pass"] for r in report.records if r["impl"] == impl]
 
@@ -196,6 +277,12 @@ def test_wrong_implementations_are_not_timed():
     text = "\n".join(report.troubles)
     assert "wrong fwd: out: relative error" in text and "writes bwd_acc32: dw1" in text
     assert "no backward yet" in text and "absent: ImportError: not built" in text
+
+
+def test_what_fails_while_timed_leaves_no_record():
+    report = measure([TorchEager, Breaks, TorchExplicit], passes=("fwd",))
+    assert [r["impl"] for r in report.records] == ["torch-eager", "torch-explicit"]
+    assert "breaks, while timed: TimeoutError: rank 1 waited" in report.troubles[0]
 
 
 def test_a_wrong_yardstick_excuses_nobody():
@@ -236,7 +323,7 @@ def test_arithmetic_of_a_record():
     """bwd = (forward + backward) - forward, and the ratio is to the mean dense rate around."""
 
     class Named:
-        name, notes = "x", "n"
+        name, notes, ranks = "x", "n", 1
 
     times = {"fwd": [2.0, 3.0, 2.5], "bwd": [7.5, 7.4, 9.0]}
     subject = layer.Subject(Named(), list(times), times, dense=[600.0, 800.0])
@@ -247,6 +334,38 @@ def test_arithmetic_of_a_record():
     assert forward["dense_tflops"] == 700 and forward["ratio_to_dense"] == pytest.approx(
         577.2 / 700, abs=1e-3
     )
+
+
+def test_ranks_are_compared_with_one(monkeypatch):
+    """In one case, by time; the record says how many ranks it is of."""
+    monkeypatch.setattr(implementations, "VirtualRanks", FakeRanks)
+    report = measure([TorchEager, Mok, MokRanks.of(4)], passes=("fwd", "bwd"), say=print)
+    assert not report.troubles
+    one, four = ([r for r in report.records if r["impl"] == "mok" and r["ranks"] == n] for n in (1, 4))
+    assert [r["pass"] for r in four] == ["fwd", "bwd"] and "32 SMs each" in four[0]["notes"]
+    for a, b in zip(one, four, strict=True):
+        assert "ratio_to_one_rank" not in a
+        assert b["ratio_to_one_rank"] == pytest.approx(a["ms"] / b["ms"], abs=1e-4)
+        assert b["shape"] == a["shape"]
+    table = layer.table(report.records)
+    assert "mok R4" in table and "ratio_to_one_rank" in table
+
+
+def test_comparisons():
+    facts = {"shape": vars(SHAPES["C64"]), "ranks": 1, "pass": "fwd", "impl": "mok", "ms": 0.2}
+    balanced = {**facts, "dense_tflops": 700.0, "routing": "balanced", "ratio_to_dense": 0.8}
+    skewed = {**balanced, "routing": "skewed", "ratio_to_dense": 0.76}
+    other = {**skewed, "impl": "torch-eager"}
+    layer.compare([skewed, other], [balanced], 4.24)
+    assert skewed["ratio_to_balanced"] == 0.95 and "ratio_to_balanced" not in other
+    assert skewed["memory_floor_ms"] == pytest.approx(704.6e6 / 4.24e9, abs=1e-3)
+    many = {**balanced, "shape": {**facts["shape"], "T": 2048}}
+    layer.compare([many], [], 4.24)
+    assert "memory_floor_ms" not in many  # arithmetic bounds it
+
+
+def test_copy_rate():
+    assert layer.copy_tbps(layer.HostClock(), "cpu", size_bytes=2**20, reps=3) > 0
 
 
 class Count(layer.HostClock):
@@ -271,13 +390,26 @@ def test_in_turns_with_warm_ups_and_dense_around():
 # ---- peers and the command
 
 
-def test_peers_that_are_not_installed():
+def test_peers_that_are_not_installed(monkeypatch, capsys):
+    """auto leaves them out and says so; a name is an error that says what is missing."""
+
+    def import_module(name):
+        if name == "deep_gemm":
+            raise OSError("libcuda.so.1: no such file\nmore")
+        if name.startswith("liger"):
+            return None
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(peers.importlib, "import_module", import_module)
     assert bench.choose_peers("none") == []
     with pytest.raises(ValueError, match="got 'nonsense', need auto, none or some of sonicmoe"):
         bench.choose_peers("nonsense")
-    if not peers.present("sonicmoe"):
-        with pytest.raises(ValueError, match="sonicmoe does not import"):
-            bench.choose_peers("sonicmoe")
+    with pytest.raises(ValueError, match="needs sonic-moe with quack-kernels; found: .*No module named"):
+        bench.choose_peers("sonicmoe")
+    with pytest.raises(ValueError, match="deepgemm: needs sgl-deep-gemm; found: OSError: libcuda.so.1: .*;"):
+        bench.choose_peers("liger-triton,deepgemm")
+    assert bench.choose_peers("auto") == [peers.LigerTriton]
+    assert capsys.readouterr().out.count("not measured: ") == 2
 
 
 def test_sonicmoe_weight_layout_round_trip(inputs):
@@ -324,6 +456,8 @@ def test_without_a_gpu_exit_2(capsys):
     assert "got no GPU" in capsys.readouterr().err
     assert bench.run(["--layer", "--shape", "nine"]) == 2 and "--shape: got 'nine'" in capsys.readouterr().err
     assert bench.run(["--layer", "--pass", "sideways"]) == 2 and "'sideways'" in capsys.readouterr().err
+    assert bench.run(["--layer", "--shape", "C", "--ranks", "3"]) == 2
+    assert "--ranks: got 3, need a divisor of 2048 tokens and 8 experts" in capsys.readouterr().err
 
 
 def test_does_not_import_megatron():
