@@ -2,9 +2,13 @@
 
     gpu_test.py [--output FILE] [PYTEST_ARGUMENTS...]
 
-Needs no git: the tree hashes come from build/trees.json, which `make build` writes, and the library must name
-the same hash of csrc. Exit status: pytest's; 3 if the library and that file disagree or there is no GPU.
-A run of a part of the tests is only recorded if --output is given.
+Needs no git: the tree hashes come from build/trees.json, which `make build` writes; the library must name the
+same hash of csrc, and the files of megatron_mok must have the other one. Exit status: pytest's; 3 if they do
+not or there is no GPU.
+
+A record stands for a complete run: every test that a collection without arguments finds has an outcome. Other
+runs write nothing, or into --output FILE a record that says what it lacks. The record of an earlier run is
+removed when the first test of a complete run is about to start, so a run that crashes leaves none.
 """
 
 from __future__ import annotations
@@ -13,13 +17,15 @@ import argparse
 import collections
 import ctypes
 import datetime
+import hashlib
+import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests" / "gpu"
@@ -28,23 +34,30 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 
 class Recorder:
-    """A pytest plugin that counts outcomes by file. A failing setup or teardown counts as failed."""
+    """A pytest plugin that counts outcomes by file. A failing setup or teardown counts as failed.
 
-    def __init__(self) -> None:
-        self.outcome: dict[str, str] = {}  # by test
+    every: the ids of all tests there are. output: removed where all of them are about to run
+    """
+
+    def __init__(self, every: set[str], output: Path) -> None:
+        self.every, self.output = every, output
+        self.outcome: dict[str, str] = {}  # by test, or by file that could not be collected or skips itself
         self.skip_reasons: collections.Counter[str] = collections.Counter()
-        self.deselected = False
-        self.complete = False  # did every test run?
 
-    def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self.deselected = True
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if self.every == {item.nodeid for item in session.items} and not session.config.option.collectonly:
+            self.output.unlink(missing_ok=True)
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.complete = (
-            not self.deselected
-            and session.config.args == [str(TESTS)]
-            and len(self.outcome) >= session.testscollected
-        )
+    def lacks(self, status: int) -> str | None:
+        """Why this was not a complete run."""
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return f"pytest ended with {pytest.ExitCode(status).name}"
+        ran = {test for test in self.outcome if "::" in test}
+        if ran != self.every:
+            return (
+                f"{len(self.every & ran)} of {len(self.every)} tests ran, and {len(ran - self.every)} others"
+            )
+        return None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -69,26 +82,61 @@ class Recorder:
         return dict(sorted(counts.items()))
 
 
+def every_test() -> set[str]:
+    """The ids that pytest finds when nobody tells it what to leave out. SystemExit(3) where it finds none."""
+    command = [sys.executable, "-m", "pytest", str(TESTS), f"--rootdir={ROOT}", "--collect-only", "-q"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    done = subprocess.run(
+        [*command, "--continue-on-collection-errors", "-p", "no:cacheprovider"],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    tests = {line for line in itertools.takewhile(str.strip, done.stdout.splitlines()) if "::" in line}
+    if not tests:
+        print(f"gpu-test: no test was found:\n{done.stdout[-2000:]}{done.stderr[-2000:]}", file=sys.stderr)
+        raise SystemExit(3)
+    return tests
+
+
+def git_tree(folder: Path) -> str | None:
+    """The hash that git has for a folder of plain files; None for one without files. Leaves out what
+    .gitignore does.
+    """
+    entries = []
+    for path in folder.iterdir():
+        if path.name in ("__pycache__", ".mypy_cache", ".ruff_cache") or path.suffix == ".so":
+            continue
+        if not path.is_dir():
+            text = path.read_bytes()
+            digest = hashlib.sha1(b"blob %d\0%s" % (len(text), text)).digest()
+            entries.append((path.name.encode(), b"100644", digest))
+        elif tree := git_tree(path):
+            entries.append((path.name.encode() + b"/", b"40000", bytes.fromhex(tree)))
+    entries.sort()
+    text = b"".join(b"%s %s\0%s" % (mode, name.rstrip(b"/"), digest) for name, mode, digest in entries)
+    return hashlib.sha1(b"tree %d\0%s" % (len(text), text)).hexdigest() if entries else None
+
+
 def trees() -> dict[str, str]:
-    """The hashes of the build; SystemExit(3) unless the library was built from that csrc."""
-    file = ROOT / "build" / "trees.json"
-    if not file.exists():
+    """The hashes of the build; SystemExit(3) unless library and package are of them."""
+    file, library = ROOT / "build" / "trees.json", ROOT / "megatron_mok" / "native" / "libmegatron_mok.so"
+    if not (file.exists() and library.exists()):
         print(
-            "gpu-test: no build/trees.json, so nothing says what would be tested; run make build",
+            "gpu-test: no build/trees.json or library, so nothing says what would be tested; run make build",
             file=sys.stderr,
         )
         raise SystemExit(3)
     recorded = json.loads(file.read_text())
-    library = ctypes.CDLL(str(ROOT / "megatron_mok" / "native" / "libmegatron_mok.so"))
-    library.mok_build_info.restype = ctypes.c_char_p
-    inside = json.loads(library.mok_build_info())["csrc_tree"]
-    if inside != recorded["csrc"]:
-        print(
-            f"gpu-test: the library was built from csrc {inside or 'unrecorded'}, build/trees.json says "
-            f"{recorded['csrc']}; run make build",
-            file=sys.stderr,
-        )
-        raise SystemExit(3)
+    info = ctypes.CDLL(str(library)).mok_build_info
+    info.restype = ctypes.c_char_p
+    found = {"csrc": json.loads(info())["csrc_tree"], "megatron_mok": git_tree(ROOT / "megatron_mok")}
+    for name, tree in found.items():
+        if tree != recorded[name]:
+            print(
+                f"gpu-test: {name} is {tree or 'unrecorded'}, build/trees.json says {recorded[name]}; "
+                "run make build",
+                file=sys.stderr,
+            )
+            raise SystemExit(3)
     return recorded
 
 
@@ -98,15 +146,14 @@ def driver() -> str:
     return done.stdout.splitlines()[0].strip()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, help=f"default: {RECORD.relative_to(ROOT)}")
-    options, selection = parser.parse_known_args()
+def facts() -> dict[str, object]:
+    """What was tested, on what; SystemExit(3) where there is no GPU or no such build."""
+    import torch
+
     if not torch.cuda.is_available():
         print("gpu-test: no GPU that torch can use; tests/gpu need one", file=sys.stderr)
-        return 3
-    recorder = Recorder()
-    record: dict[str, object] = {
+        raise SystemExit(3)
+    return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpu": torch.cuda.get_device_name(),
         "driver": driver(),
@@ -114,21 +161,30 @@ def main() -> int:
         "torch": torch.__version__,
         "trees": trees(),
     }
-    arguments = [
-        str(TESTS),
-        f"--rootdir={ROOT}",
-        "--continue-on-collection-errors",
-        *selection,
-    ]
-    status = pytest.main(arguments, plugins=[recorder])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path, help=f"default: {RECORD.relative_to(ROOT)}")
+    options, selection = parser.parse_known_args()
+    record = facts()
+    output = options.output or RECORD
+    recorder = Recorder(every_test(), output)
+    status = pytest.main(
+        [str(TESTS), f"--rootdir={ROOT}", "--continue-on-collection-errors", *selection], plugins=[recorder]
+    )
+    lacks = recorder.lacks(status)
+    if lacks and not options.output:
+        print(f"gpu-test: {lacks}, so nothing is recorded (--output FILE records a part)")
+        return int(status)
     record |= {"files": recorder.files(), "skip_reasons": dict(recorder.skip_reasons)}
-    output = options.output or (RECORD if recorder.complete else None)
-    if output is None:
-        print("gpu-test: not every test ran, so nothing is recorded (--output FILE records a part)")
-    else:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(record, indent=2) + "\n")
-        print(f"wrote {output}")
+    if lacks:
+        record["incomplete"] = lacks
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(output.name + ".new")
+    temporary.write_text(json.dumps(record, indent=2) + "\n")
+    temporary.replace(output)
+    print(f"wrote {output}")
     return int(status)
 
 

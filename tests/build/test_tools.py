@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tools"
 sys.path.insert(0, str(TOOLS))
 
+import gpu_test  # noqa: E402
 import ptxas_report  # noqa: E402
 
 LOG = """\
@@ -107,44 +109,180 @@ def test_build_refuses_what_is_not_committed(small_repo, changed):
     )
 
 
-RECORD = """
-import json, sys
+# ---- the record of the GPU tests: tools/gpu_test.py over a folder of tests that need no GPU
+
+RUN = """
+import sys
+from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-import pytest, gpu_test
-recorder = gpu_test.Recorder()
-options = ["--rootdir", sys.argv[2], "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-status = pytest.main([sys.argv[2], *options], plugins=[recorder])
-print()
-print(json.dumps([int(status), recorder.files(), recorder.skip_reasons]))
+import gpu_test
+here = Path(sys.argv[2])
+gpu_test.ROOT, gpu_test.TESTS, gpu_test.RECORD = here, here / "tests", here / "results" / "record.json"
+gpu_test.facts = lambda: {"date": "2026", "trees": {}}
+sys.argv = ["gpu_test.py", *sys.argv[3:]]
+sys.exit(gpu_test.main())
 """
 
 
-def test_gpu_record_counts_every_outcome(tmp_path):
-    (tmp_path / "test_a.py").write_text(
-        "import pytest\n"
-        "@pytest.fixture\ndef broken():\n    raise OSError\n"
-        "@pytest.fixture\ndef late():\n    yield\n    raise OSError\n"
-        "def test_passes(): pass\n"
-        "def test_fails(): assert False\n"
-        "def test_setup_fails(broken): pass\n"
-        "def test_teardown_fails(late): pass\n"
-        "def test_skips(): pytest.skip('needs two GPUs')\n"
+@pytest.fixture
+def gpu_run(tmp_path):
+    """A function that writes tests, given by file, and runs gpu_test over them with arguments: (exit status,
+    output, record or None). A record of an earlier run is there before.
+    """
+    (tmp_path / "tests").mkdir()
+    record = tmp_path / "results" / "record.json"
+
+    def run(files, *arguments, output=record, **environment):
+        for name, text in files.items():
+            (tmp_path / "tests" / name).write_text(text)
+        record.parent.mkdir(exist_ok=True)
+        record.write_text('{"earlier": true}')
+        command = [sys.executable, "-c", RUN, str(TOOLS), str(tmp_path), *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | environment, text=True, capture_output=True, timeout=120
+        )
+        assert not list(tmp_path.rglob("*.new"))
+        return done.returncode, done.stdout, json.loads(output.read_text()) if output.exists() else None
+
+    return run
+
+
+EARLIER = {"earlier": True}
+TWO_FILES = {
+    "test_a.py": "import pytest\ndef test_one(): pass\ndef test_two(): pass\n",
+    "test_b.py": "def test_three(): pass\n",
+}
+
+
+def test_gpu_record_counts_every_outcome(gpu_run):
+    status, _, record = gpu_run(
+        {
+            "test_a.py": "import pytest\n"
+            "@pytest.fixture\ndef broken():\n    raise OSError\n"
+            "@pytest.fixture\ndef late():\n    yield\n    raise OSError\n"
+            "def test_passes(): pass\n"
+            "def test_fails(): assert False\n"
+            "def test_setup_fails(broken): pass\n"
+            "def test_teardown_fails(late): pass\n"
+            "def test_skips(): pytest.skip('needs two GPUs')\n",
+            "test_b.py": "import does_not_exist\n",
+            "test_c.py": "import pytest\npytest.skip('needs NVLink', allow_module_level=True)\n",
+        }
     )
-    (tmp_path / "test_b.py").write_text("import does_not_exist\n")
-    (tmp_path / "test_c.py").write_text(
-        "import pytest\npytest.skip('needs NVLink', allow_module_level=True)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", RECORD, str(TOOLS), str(tmp_path)], text=True, capture_output=True, timeout=120
-    )
-    status, files, reasons = json.loads(done.stdout.splitlines()[-1])
-    assert status != 0
-    assert files == {
-        "test_a.py": {"passed": 1, "failed": 3, "skipped": 1},
-        "test_b.py": {"passed": 0, "failed": 1, "skipped": 0},
-        "test_c.py": {"passed": 0, "failed": 0, "skipped": 1},
+    assert status == 1
+    assert list(record) == ["date", "trees", "files", "skip_reasons"]
+    assert record["files"] == {
+        "tests/test_a.py": {"passed": 1, "failed": 3, "skipped": 1},
+        "tests/test_b.py": {"passed": 0, "failed": 1, "skipped": 0},
+        "tests/test_c.py": {"passed": 0, "failed": 0, "skipped": 1},
     }
-    assert {reason.removeprefix("Skipped: ") for reason in reasons} == {"needs two GPUs", "needs NVLink"}
+    reasons = {reason.removeprefix("Skipped: ") for reason in record["skip_reasons"]}
+    assert reasons == {"needs two GPUs", "needs NVLink"}
+
+
+@pytest.mark.parametrize("arguments", [(), ("-q", "-x", "-p", "no:cacheprovider")], ids=str)
+def test_gpu_record_of_a_complete_run(gpu_run, arguments):
+    status, output, record = gpu_run(TWO_FILES, *arguments)
+    assert status == 0 and "wrote" in output and "incomplete" not in record
+    assert record["files"] == {
+        "tests/test_a.py": {"passed": 2, "failed": 0, "skipped": 0},
+        "tests/test_b.py": {"passed": 1, "failed": 0, "skipped": 0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ran"),
+    [
+        (("-k", "not two"), 2),
+        (("--deselect", "tests/test_a.py::test_two"), 2),
+        (("--ignore", "tests/test_b.py"), 2),
+        (("-o", "python_functions=test_t*"), 2),
+        (("--collect-only",), 0),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_gpu_record_needs_every_test(gpu_run, arguments, ran):
+    """What is left out leaves the earlier record alone; --output says that it is a part."""
+    _, output, record = gpu_run(TWO_FILES, *arguments)
+    assert record == EARLIER and f"{ran} of 3 tests ran" in output
+
+
+def test_gpu_record_needs_every_test_whatever_the_environment_says(gpu_run):
+    _, output, record = gpu_run(TWO_FILES, PYTEST_ADDOPTS="-k three")
+    assert record == EARLIER and "1 of 3 tests ran" in output
+
+
+def test_gpu_record_of_a_part_says_so(gpu_run, tmp_path):
+    part = tmp_path / "deep" / "part.json"
+    status, _, record = gpu_run(TWO_FILES, "-k", "three", "--output", str(part), output=part)
+    assert status == 0 and record["incomplete"] == "1 of 3 tests ran, and 0 others"
+    assert record["files"] == {"tests/test_b.py": {"passed": 1, "failed": 0, "skipped": 0}}
+    assert json.loads((tmp_path / "results" / "record.json").read_text()) == EARLIER
+
+
+@pytest.mark.parametrize(
+    ("last", "arguments", "says"),
+    [
+        ("raise KeyboardInterrupt", (), "pytest ended with INTERRUPTED"),
+        ("import os; os._exit(9)", (), ""),  # as a driver does that aborts
+        ("pytest.exit('enough')", (), "pytest ended with INTERRUPTED"),
+        ("assert False\ndef test_last(): pass", ("-x",), "3 of 4 tests ran"),
+        ("pass", ("--setup-plan",), "0 of 3 tests ran"),
+    ],
+)
+def test_gpu_run_that_ends_early_leaves_no_record(gpu_run, last, arguments, says):
+    """Nor that of an earlier run, which would pass for this one's."""
+    files = TWO_FILES | {"test_b.py": f"import pytest\ndef test_three(): {last}\n"}
+    _, output, record = gpu_run(files, *arguments)
+    assert record is None and says in output
+
+
+def test_gpu_record_counts_what_could_not_be_collected(gpu_run):
+    """A file that does not import is no missing test that another one could stand for."""
+    files = TWO_FILES | {"test_c.py": "import does_not_exist\n"}
+    assert gpu_run(files)[2]["files"]["tests/test_c.py"] == {"passed": 0, "failed": 1, "skipped": 0}
+    _, output, record = gpu_run(files, "-k", "not two")
+    assert record == EARLIER and "2 of 3 tests ran" in output
+
+
+def git(repo: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=repo, text=True, capture_output=True, check=True)
+    return done.stdout.strip()
+
+
+def test_tree_hashes_are_those_of_git(small_repo):
+    folder = small_repo / "csrc"
+    (folder / "deep").mkdir()
+    (folder / "deep.h").write_text("\n")
+    (folder / "deep" / "b.cu").write_text("// b\n")
+    (folder / "empty").mkdir()
+    git(small_repo, "add", ".")
+    want = git(small_repo, "rev-parse", f"{git(small_repo, 'write-tree')}:csrc")
+    (folder / "built.so").write_text("ignored")
+    assert gpu_test.git_tree(folder) == want
+    (folder / "a.cu").write_text("// b\n")
+    assert gpu_test.git_tree(folder) != want
+
+
+@pytest.mark.parametrize("changed", [None, "csrc", "megatron_mok"])
+def test_gpu_run_needs_the_build_that_is_recorded(small_repo, changed, monkeypatch, capsys):
+    """The library says what csrc it is of; the package is looked at."""
+    trees = {name: git(small_repo, "rev-parse", f"HEAD:{name}") for name in ("csrc", "megatron_mok")}
+    for file in ("build/trees.json", "megatron_mok/native/libmegatron_mok.so"):
+        (small_repo / file).parent.mkdir()
+        (small_repo / file).write_text(json.dumps(trees))
+    info = {"csrc_tree": "" if changed == "csrc" else trees["csrc"]}
+    library = SimpleNamespace(mok_build_info=lambda: json.dumps(info).encode())
+    monkeypatch.setattr(gpu_test, "ROOT", small_repo)
+    monkeypatch.setattr(gpu_test.ctypes, "CDLL", lambda path: library)
+    if changed is None:
+        assert gpu_test.trees() == trees
+        return
+    (small_repo / "megatron_mok" / "__init__.py").write_text("changed = True\n")
+    with pytest.raises(SystemExit, match="3"):
+        gpu_test.trees()
+    said = capsys.readouterr().err
+    assert f"{changed} is" in said and f"says {trees[changed]}; run make build" in said
 
 
 def find_python(**environment: str) -> subprocess.CompletedProcess:
