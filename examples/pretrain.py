@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention import serve_mla
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -40,6 +41,7 @@ from megatron.training.utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
     is_last_rank,
+    print_rank_0,
 )
 
 # --- model --------------------------------------------------------------------------------------------------
@@ -69,8 +71,11 @@ def model_provider(
         mtp_spec = get_gpt_mtp_block_spec(
             config, layer_spec, use_transformer_engine=transformer_engine, vp_stage=vp_stage
         )
-    if config.multi_latent_attention and not transformer_engine:
-        use_torch_attention(block_spec, mtp_spec)
+    if serve_mla(config, block_spec, mtp_spec):
+        print_rank_0(
+            "attention: MLA on torch's scaled_dot_product_attention (examples/attention.py), "
+            "since Megatron's local DotProductAttention takes one head size"
+        )
     return GPTModel(
         config=config,
         transformer_layer_spec=block_spec,
@@ -87,17 +92,6 @@ def model_provider(
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )
-
-
-def use_torch_attention(block_spec: Any, mtp_spec: Any) -> None:
-    """Megatron's local attention knows one head size; MLA has another for values than for keys."""
-    from megatron_mok.testing.cpu import core_attention_class
-
-    layers = list(block_spec.layer_specs)
-    if mtp_spec is not None:
-        layers += [layer.submodules.mtp_model_layer for layer in mtp_spec.submodules.layer_specs]
-    for layer in layers:
-        layer.submodules.self_attention.submodules.core_attention = core_attention_class()
 
 
 # --- data ---------------------------------------------------------------------------------------------------
@@ -169,7 +163,9 @@ def record_metrics(path: Path) -> None:
     """Write a JSON line to path after each step: step, loss, grad_norm, tokens_per_s (all GPUs), step_ms.
 
     Megatron prints its losses rounded; comparisons of runs need all digits. The last rank writes.
+    OSError, before any training, where path's folder cannot be made.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     train_step, training_log = training.train_step, training.training_log
     parameters = inspect.signature(training_log)
     step_ms = 0.0

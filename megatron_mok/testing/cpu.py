@@ -11,9 +11,10 @@ the device of new tensors, the random number tracker, names of tensor types. Eac
 is for. `torch.cuda.is_available()` keeps telling the truth (False), so nothing else believes in a GPU.
 
 What it does not give: tensor parallelism above 1 (torch's norms know no sequence parallelism), Transformer
-Engine's classes, grouped GEMM. Models must be built with use_cpu_initialization=True, the local layer spec,
-the fusions off; the training loop with --distributed-backend gloo --transformer-impl local
---use-cpu-initialization, and with overlapped point-to-point communication where stages are virtual.
+Engine's classes, grouped GEMM, a core attention for MLA (examples/attention.py has one). Models must be built
+with use_cpu_initialization=True, the local layer spec, the fusions off; the training loop with
+--distributed-backend gloo --transformer-impl local --use-cpu-initialization, and with overlapped
+point-to-point communication where stages are virtual.
 """
 
 from __future__ import annotations
@@ -252,16 +253,6 @@ def _core() -> None:
 
     _set(dispatcher, "maybe_move_tensor_to_cpu", to_host)
 
-    # The local attention takes no separate sizes for keys and values, which MLA needs.
-    backends = importlib.import_module("megatron.core.models.backends")
-    attention = core_attention_class()
-    _set(backends.LocalSpecProvider, "core_attention", lambda self: attention)
-    for module in ("gpt.gpt_layer_specs", "gpt.experimental_attention_variant_module_specs"):
-        with contextlib.suppress(ImportError):
-            specs = importlib.import_module(f"megatron.core.models.{module}")
-            if hasattr(specs, "DotProductAttention"):
-                _set(specs, "DotProductAttention", attention)
-
     # Newer versions test for this class with isinstance; without Transformer Engine the name is None.
     with contextlib.suppress(ImportError):
         layers = importlib.import_module("megatron.core.tensor_parallel.inference_layers")
@@ -272,47 +263,6 @@ def _core() -> None:
     # A wheel holds the compiled helper but no Makefile; make's failure would end the process.
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         _set(importlib.import_module("megatron.core.datasets.utils"), "compile_helpers", _no_op())
-
-
-@functools.cache
-def core_attention_class() -> type:
-    """Attention over torch's scaled_dot_product_attention, for any sizes of keys and values (class, made
-    once)."""
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.module import MegatronModule
-
-    class CpuCoreAttention(MegatronModule):
-        """q [S, B, N, D], k [S, B, G, D], v [S, B, G, DV] with N % G == 0 -> [S, B, N*DV]."""
-
-        def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
-            super().__init__(config=config)
-            self.scale = softmax_scale
-
-        def forward(
-            self,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attention_mask: torch.Tensor | None = None,
-            attn_mask_type: Any = None,
-            attention_bias: torch.Tensor | None = None,
-            packed_seq_params: Any = None,
-            **_: Any,
-        ) -> torch.Tensor:
-            q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-            mask = None if attn_mask_type == AttnMaskType.causal else attention_mask
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=None if mask is None else ~mask,
-                is_causal=mask is None,
-                scale=self.scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-            return out.permute(2, 0, 1, 3).flatten(2)
-
-    return CpuCoreAttention
 
 
 # --- megatron.training ---

@@ -50,6 +50,20 @@ def test_progress_and_summary(run):
     assert "mok" in summary["dispatcher"] and "reference" in summary["back"]
     assert "tokens/s" in summary and "sha256" in printed
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    attention = [line for line in (folder / "log.txt").read_text().splitlines() if "attention: MLA" in line]
+    assert len(attention) == 1 and "scaled_dot_product_attention" in attention[0]
+
+
+def test_the_folder_of_the_metrics_is_made_before_training(tmp_path, monkeypatch):
+    import pretrain
+
+    for name in ("train_step", "training_log"):  # put back afterwards what record_metrics wraps
+        monkeypatch.setattr(pretrain.training, name, getattr(pretrain.training, name))
+    pretrain.record_metrics(tmp_path / "new" / "folder" / "metrics.jsonl")
+    assert (tmp_path / "new" / "folder").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        pretrain.record_metrics(tmp_path / "file" / "metrics.jsonl")
 
 
 def test_a_failing_run_shows_why(tmp_path, capsys):

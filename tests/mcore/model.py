@@ -38,6 +38,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker  # noqa: E402
 
+from examples.attention import serve_mla  # noqa: E402
+
 S, B, V = 32, 2, 128
 GROUP_TIMEOUT_S = 60
 
@@ -163,6 +165,7 @@ def build(config: TransformerConfig, seed: int = 1) -> list[GPTModel]:
         mtp = None
         if config.mtp_num_layers:
             mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
+        serve_mla(config, spec, mtp)
         model = GPTModel(
             config,
             spec,
