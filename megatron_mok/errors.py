@@ -109,3 +109,14 @@ class PeerAbort(MokError, RuntimeError):
     def __init__(self, message: str, *, peer: int | None = None) -> None:
         super().__init__(message)
         self.peer = peer
+
+
+def of_peer(rank: int, name: str, text: str) -> MokError:
+    """What the other ranks raise where `rank` failed with an error of type `name`, before a call.
+
+    What belongs to a machine keeps its type, so that a launcher can tell; the rest becomes a PeerAbort.
+    """
+    for kind in (UnsupportedDevice, LibraryMissing):
+        if name == kind.__name__:
+            return kind(f"rank {rank}: {text}")
+    return PeerAbort(f"rank {rank} gave up: {name}: {text}", peer=rank)

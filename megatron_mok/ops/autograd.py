@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .definitions import NEEDS_DP, NEEDS_DX, moe_backward, ranks_of
+from .definitions import NEEDS_DP, NEEDS_DX, aborting_backward, moe_backward, ranks_of
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
@@ -89,22 +89,24 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple:
     comm, num_experts, max_tokens, num_ranks, save_rows, activation, act_limit = ctx.integers
-    x, ids, h, schedule, *saved = ctx.saved_tensors
-    w1, w2 = saved[: len(ctx.weights[0])], saved[len(ctx.weights[0]) :]
-    if save_rows < 0:
-        raise RuntimeError("moe_forward ran with save_rows = -1 (no gradient wanted): there is none to give")
-    if dy is None:
-        dy = torch.zeros_like(x)
-    elif dy.requires_grad and torch.is_grad_enabled():  # pipelines hand over leaves that require grad
-        raise NotImplementedError(
-            "moe_backward has no gradient of its own: create_graph=True is not supported"
-        )
+    need_x, _, need_p, *needed = ctx.needs_input_grad[:5]
+    with aborting_backward(comm):
+        if save_rows < 0:
+            raise RuntimeError(
+                "moe_forward ran with save_rows = -1 (no gradient wanted): there is none to give"
+            )
+        # Without grad mode dy may require grad all the same: pipelines hand over leaves.
+        if dy is not None and dy.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "moe_backward has no gradient of its own: create_graph=True is not supported"
+            )
+        x, ids, h, schedule, *saved = ctx.saved_tensors
+        w1, w2 = saved[: len(ctx.weights[0])], saved[len(ctx.weights[0]) :]
+        dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+        (dw1, dw2), accumulate = weight_gradient_buffers(ctx.weights, needed)
     ranks_of(comm).layer = ctx.layer
-    need_x, _, need_p, need_w1, need_w2 = ctx.needs_input_grad[:5]
-    needed = (need_w1, need_w2)
-    (dw1, dw2), accumulate = weight_gradient_buffers(ctx.weights, needed)
     dx, dp = moe_backward(
-        dy.contiguous(), x, ids, w1, w2, h, schedule, dw1, dw2, comm, num_experts, ids.shape[1],
+        dy, x, ids, w1, w2, h, schedule, dw1, dw2, comm, num_experts, ids.shape[1],
         max_tokens, num_ranks, int(accumulate), NEEDS_DX * need_x | NEEDS_DP * need_p, activation, act_limit,
     )  # fmt: skip
     grads = [

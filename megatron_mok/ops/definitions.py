@@ -21,6 +21,7 @@ Both are collective over the communicator's ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 
 import torch
@@ -108,11 +109,20 @@ def _reference_forward(
 
 
 def _reference_backward(
-    dy, x, ids, w1, w2, h, schedule, dw1, dw2, comm, num_experts, top_k, max_tokens, num_ranks, accumulate,
+    dy, x, ids, w1, w2, h, table, dw1, dw2, comm, num_experts, top_k, max_tokens, num_ranks, accumulate,
     needs, activation, act_limit,
 ):  # fmt: skip
+    ranks = exchange.lookup(comm)
+    with ranks.aborting():
+        words = schedule.table_words(num_ranks, max_tokens, top_k, num_experts // num_ranks)
+        _need(table.numel() == words, "schedule", f"{table.numel()} words", f"{words}, those of the forward")
+        _need(dy.shape == x.shape and dy.dtype == x.dtype, "dy", f"{tuple(dy.shape)} {dy.dtype}",
+              f"{tuple(x.shape)} {x.dtype}, like x")  # fmt: skip
+        for name, buffers, ws in (("dw1", dw1, w1), ("dw2", dw2, w2)):
+            got, want = ([tuple(t.shape) for t in tensors] for tensors in (buffers, ws))
+            _need(got in ([], want), name, got, f"nothing or {want}, like the weights")
     return layer.backward(
-        exchange.lookup(comm), dy, x, w1, w2, h, schedule, dw1, dw2, num_experts, top_k, bool(accumulate),
+        ranks, dy, x, w1, w2, h, table, dw1, dw2, num_experts, top_k, bool(accumulate),
         needs, activation, act_limit,
     )  # fmt: skip
 
@@ -140,6 +150,13 @@ def _native(name: str):
 def ranks_of(comm: int):
     """The communicator behind a handle. ValueError where it was released."""
     return exchange.lookup(comm) if exchange.registered(comm) else _native("lookup")(comm)
+
+
+def aborting_backward(comm: int) -> AbstractContextManager:
+    """Whatever is raised inside also ends, on the peers, the backward call that they are about to start."""
+    if exchange.registered(comm):
+        return exchange.lookup(comm).aborting()
+    return ranks_of(comm).aborting(_native("structs").CallKind.BACKWARD)
 
 
 def _cuda_forward(x, ids, probs, w1, w2, comm, *rest):

@@ -6,8 +6,6 @@ difference is the same error everywhere and not a hang or wrong data.
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,14 +14,14 @@ from typing import Any
 
 import torch
 
-from .. import __version__, errors
+from .. import __version__
 from ..config import MokConfig
-from ..errors import ConfigError, LibraryMissing, PeerAbort, Problem, UnsupportedDevice
+from ..errors import ConfigError, LibraryMissing, Problem, UnsupportedDevice
 from ..reference import exchange
+from .agreement import on_all
 from .check import LayerCheck
 from .provider import Provider, ReferenceProvider, Request
 
-_log = logging.getLogger(__name__)
 _REFERENCE = ReferenceProvider()
 
 
@@ -108,7 +106,7 @@ class Comm:
         )
         ranks = exchange.lookup(control)
         try:
-            everyone = self._gather(ranks, self._describe)
+            everyone = on_all(ranks, self._describe)
             self.max_tokens = max(facts.pop("max_tokens") for facts in everyone)
             self._check_equal(everyone)
             request = Request(
@@ -117,13 +115,12 @@ class Comm:
             )  # fmt: skip
             handle = None
 
-            def make() -> dict[str, Any]:
+            def make() -> None:
                 nonlocal handle
                 handle = self._provider.open(request)
-                return {}
 
             try:
-                self._gather(ranks, make)
+                on_all(ranks, make)
             except Exception:
                 if handle is not None:
                     self._provider.close(handle)
@@ -132,8 +129,6 @@ class Comm:
             exchange.close(control)
             raise
         self.handle, self.control = handle, control
-        if self.rank == 0:
-            _log.info("mok: %s back end (%s), %d ranks", self.backend, self.why, self.size)
         return self
 
     def close(self) -> None:
@@ -174,24 +169,6 @@ class Comm:
             **self._provider.facts(self.device),
             **settings,
         }
-
-    def _gather(self, ranks: exchange.Exchange, act: Any) -> list[dict[str, Any]]:
-        """act()'s result of all ranks; if it raised on any, an error on all: that rank's own on itself."""
-        mine: Exception | None = None
-        try:
-            payload = {"facts": act()}
-        except Exception as error:  # told to the peers, then raised
-            mine = error
-            payload = {"error": [type(error).__name__, str(error)]}
-        every = [json.loads(text) for text in ranks.gather_bytes(json.dumps(payload).encode())]
-        if mine is not None:
-            raise mine
-        for rank, theirs in enumerate(every):
-            if "error" in theirs:
-                name, text = theirs["error"]
-                kind = getattr(errors, name) if name in ("UnsupportedDevice", "LibraryMissing") else PeerAbort
-                raise kind(f"rank {rank}: {text}")
-        return [theirs["facts"] for theirs in every]
 
     def _check_equal(self, everyone: list[dict[str, Any]]) -> None:
         problems = []

@@ -5,7 +5,6 @@ Only memory that every peer maps, and pointers into it, are needed; NVLink multi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from .. import env, native
 from ..config import kernel_problems
 from ..errors import ConfigError, MokError, Problem, UnsupportedDevice
 from ..reference import exchange
+from .agreement import on_all
 from .provider import Request
 
 
@@ -46,7 +46,7 @@ class CudaProvider:
 
     def open(self, request: Request) -> int:
         ranks = exchange.lookup(request.control)
-        _check(request, ranks.size)
+        on_all(ranks, lambda: _check(request, ranks.size))
         bytes_here = native.symmetric_bytes(
             num_ranks=ranks.size, top_k=request.top_k, hidden=request.hidden, max_tokens=request.max_tokens
         )
@@ -56,7 +56,7 @@ class CudaProvider:
             keep: Any = region
         else:
             _check_devices(ranks, request.device, request.config.shared_device)
-            regions, keep = _rendezvous(request, ranks.rank, bytes_here)
+            regions, keep = _rendezvous(request, ranks, bytes_here)
         communicator = native.Communicator(
             rank=ranks.rank,
             regions=regions,
@@ -126,7 +126,7 @@ def _check_devices(ranks: exchange.Exchange, device: torch.device, shared: bool)
     """ValueError, the same on all ranks, for ranks that share a GPU or GPUs that cannot reach each other."""
     visible = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     here = visible[device.index]
-    everyone = [json.loads(text) for text in ranks.gather_bytes(json.dumps(here).encode())]
+    everyone = on_all(ranks, lambda: here)
     together = {uuid: [r for r, other in enumerate(everyone) if other == uuid] for uuid in everyone}
     crowded = {uuid: same for uuid, same in together.items() if len(same) > 1}
     if crowded and not shared:
@@ -142,11 +142,7 @@ def _check_devices(ranks: exchange.Exchange, device: torch.device, shared: bool)
         and uuid in visible
         and not torch.cuda.can_device_access_peer(device.index, visible.index(uuid))
     ]
-    pairs = [
-        (rank, peer)
-        for rank, text in enumerate(ranks.gather_bytes(json.dumps(apart).encode()))
-        for peer in json.loads(text)
-    ]
+    pairs = [(rank, peer) for rank, peers in enumerate(on_all(ranks, lambda: apart)) for peer in peers]
     if pairs:
         raise ValueError(
             f"GPUs of ranks {pairs} cannot access each other's memory: need peer access between all GPUs of "
@@ -154,17 +150,23 @@ def _check_devices(ranks: exchange.Exchange, device: torch.device, shared: bool)
         )
 
 
-def _rendezvous(request: Request, rank: int, size_bytes: int) -> tuple[Sequence[int], Any]:
+def _rendezvous(request: Request, ranks: exchange.Exchange, size_bytes: int) -> tuple[Sequence[int], Any]:
     """Addresses of all ranks' regions, and what keeps them mapped. Collective."""
+    rank = ranks.rank
     env.put("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if request.config.shared_device:
         env.put("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    # Not symmetric_memory.empty(): newer versions carve tensors out of a pool that may differ by rank.
-    region = symmetric_memory._SymmetricMemory.empty_strided_p2p(
-        (size_bytes,), (1,), torch.uint8, request.device
-    )
+    made: list[torch.Tensor] = []
+
+    def allocate() -> None:
+        # Not symmetric_memory.empty(): newer versions carve tensors out of a pool that may differ by rank.
+        make = symmetric_memory._SymmetricMemory.empty_strided_p2p
+        made.append(make((size_bytes,), (1,), torch.uint8, request.device))
+
+    on_all(ranks, allocate)  # before torch's rendezvous, in which a rank would wait for one without memory
+    region = made[0]
     try:
         handle = symmetric_memory.rendezvous(region, request.group)
     except RuntimeError as error:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_mok import errors, ops, runtime
 from megatron_mok.config import MokConfig
+from megatron_mok.ops import autograd
 from megatron_mok.reference import exchange, schedule
 from megatron_mok.runtime import comm as comm_module
 from megatron_mok.runtime import layer as layer_module
@@ -377,8 +378,10 @@ def one_cannot(ranks):
         comm_module._REFERENCE = Picky()
         raises(errors.UnsupportedDevice, lambda: get(ranks.group, q, 24), "need sm_90a")
         comm_module._REFERENCE = Broken()
-        kind = MemoryError if ranks.rank == 2 else errors.PeerAbort
-        raises(kind, lambda: get(ranks.group, q, 24), "no symmetric memory left")
+        kind, who = (
+            (MemoryError, "") if ranks.rank == 2 else (errors.PeerAbort, "rank 2 gave up: MemoryError")
+        )
+        raises(kind, lambda: get(ranks.group, q, 24), "no symmetric memory left", who)
     finally:
         comm_module._REFERENCE = real
     get(ranks.group, q, 24)
@@ -406,6 +409,76 @@ def bad_argument(ranks):
         else:
             raises(errors.PeerAbort, lambda: with_ids(mine.ids, list(mine.w1)), "rank 1 gave up")
     assert_close(step(comm, mine, 8), share(solve(q), [10] * 4, ranks.rank, experts), 2e-6)
+
+
+@case("B51-backward-that-rank-1-cannot-prepare")
+def bad_gradient_buffer(ranks):
+    """A main_grad of another dtype or shape, no memory: its own error there, PeerAbort on the others in no
+    time, and the ranks are still in step.
+    """
+    q = problem(tokens=40, experts=8, top_k=2, dtype=torch.bfloat16)
+    mine, _ = split(q, [10] * 4, ranks.rank)
+    comm = get(ranks.group, q, 10)
+    want = step(comm, mine, 8)
+
+    def backward(**main_grad):
+        w1, w2 = ([w.clone().requires_grad_() for w in ws] for ws in (mine.w1, mine.w2))
+        w2[0].grad_added_to_main_grad, w2[0].main_grad = False, torch.zeros_like(w2[0], **main_grad)
+        runtime.moe(mine.x, mine.ids, mine.p, w1, w2, comm=comm, num_experts=8).backward(mine.dy)
+
+    def wrong_shape():
+        w2 = [w.clone().requires_grad_() for w in mine.w2]
+        w2[0].grad_added_to_main_grad, w2[0].main_grad = False, torch.zeros(3)
+        runtime.moe(mine.x, mine.ids, mine.p, mine.w1, w2, comm=comm, num_experts=8).backward(mine.dy)
+
+    def no_memory():
+        real = autograd.weight_gradient_buffers
+
+        def fails(*_):
+            raise MemoryError("no memory left")
+
+        autograd.weight_gradient_buffers = fails
+        try:
+            backward()
+        finally:
+            autograd.weight_gradient_buffers = real
+
+    start = time.monotonic()
+    for act, kind, text in (
+        (lambda: backward(dtype=torch.float16), TypeError, "main_grad: got torch.float16"),
+        (wrong_shape, ValueError, "main_grad: got (3,)"),
+        (no_memory, MemoryError, "no memory left"),
+    ):
+        if ranks.rank == 1:
+            raises(kind, act, text)
+        else:
+            assert raises(errors.PeerAbort, backward, "rank 1 gave up before backward").peer == 1
+    assert time.monotonic() - start < 10
+    assert_equal_bits(step(comm, mine, 8), want)
+
+
+@case("B51-backward-that-the-operator-refuses-on-rank-1")
+def bad_backward_argument(ranks):
+    q = problem(tokens=40, experts=8, top_k=2)
+    mine, _ = split(q, [10] * 4, ranks.rank)
+    w1, w2 = [list(w) for w in (mine.w1, mine.w2)]
+    handle = exchange.register(ranks.group)
+    _, h, table = ops.moe_forward(mine.x, mine.ids, mine.p, w1, w2, handle, 8, 10, 4, 40, 0, 0.0)
+
+    def backward(dy=mine.dy, table=table, dw1=()):
+        return ops.moe_backward(
+            dy, mine.x, mine.ids, w1, w2, h, table, list(dw1), [], handle, 8, 2, 10, 4, 0, 3, 0, 0.0
+        )
+
+    for wrong, field in (
+        ({"dy": mine.dy[1:]}, "dy"), ({"table": table[1:]}, "schedule"), ({"dw1": w1[1:]}, "dw1"),
+    ):  # fmt: skip
+        if ranks.rank == 1:
+            raises(ValueError, lambda wrong=wrong: backward(**wrong), f"moe: {field}: got")
+        else:
+            raises(errors.PeerAbort, backward, "rank 1 gave up before backward")
+    assert backward()[0].shape == mine.x.shape
+    exchange.close(handle)
 
 
 @case("B49-forward-against-backward")

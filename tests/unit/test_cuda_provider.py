@@ -15,7 +15,7 @@ GPUS = ["GPU-a", "GPU-b", "GPU-c"]
 
 
 class Ranks:
-    """An exchange in which every rank of `everyone` says its part."""
+    """An exchange in which every rank says its part of each round: a value, or the error that it has."""
 
     def __init__(self, rank, *rounds):
         self.rank, self.size = rank, len(rounds[0])
@@ -24,8 +24,12 @@ class Ranks:
 
     def gather_bytes(self, payload):
         said = self.rounds.pop(0)
-        said[self.rank] = json.loads(payload)
-        return [json.dumps(part).encode() for part in said]
+        every = [
+            {"error": [type(part).__name__, str(part)]} if isinstance(part, Exception) else {"result": part}
+            for part in said
+        ]
+        every[self.rank] = json.loads(payload)
+        return [json.dumps(part).encode() for part in every]
 
 
 @pytest.fixture
@@ -128,12 +132,20 @@ def symmetric(monkeypatch):
 def test_regions_of_all_ranks_and_no_multicast(symmetric):
     from megatron_mok import env
 
-    regions, (handle, region) = cuda._rendezvous(request(), 0, 4096)
+    regions, (handle, region) = cuda._rendezvous(request(), Ranks(0, [None, None]), 4096)
     assert list(regions) == [region.data_ptr(), 4096]
     assert env.flag("TORCH_SYMM_MEM_DISABLE_MULTICAST")
     assert not env.flag("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
-    cuda._rendezvous(request(config=MokConfig(shared_device=True)), 0, 4096)
+    cuda._rendezvous(request(config=MokConfig(shared_device=True)), Ranks(0, [None, None]), 4096)
     assert env.flag("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
+
+
+def test_B51_no_rank_waits_in_the_rendezvous_for_one_without_memory(symmetric):
+    symmetric(lambda region, group: pytest.fail("the rendezvous was entered"))
+    ranks = Ranks(0, [None, MemoryError("out of memory")])
+    with pytest.raises(errors.PeerAbort, match="rank 1 gave up: MemoryError: out of memory") as caught:
+        cuda._rendezvous(request(), ranks, 4096)
+    assert caught.value.peer == 1
 
 
 def test_B65_a_multicast_pointer_is_an_error(symmetric):
@@ -144,7 +156,7 @@ def test_B65_a_multicast_pointer_is_an_error(symmetric):
 
     symmetric(rendezvous)
     with pytest.raises(RuntimeError, match="multicast pointer 0x1000.*need 0"):
-        cuda._rendezvous(request(), 0, 4096)
+        cuda._rendezvous(request(), Ranks(0, [None, None]), 4096)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +170,7 @@ def test_a_failed_handle_exchange_names_cause_and_remedies(symmetric, cause):
 
     symmetric(rendezvous)
     with pytest.raises(RuntimeError, match=f"rank 0: {cause}.*pidfd_getfd.*fabric manager.*mok doctor"):
-        cuda._rendezvous(request(), 0, 4096)
+        cuda._rendezvous(request(), Ranks(0, [None, None]), 4096)
 
 
 def test_B90_an_old_driver_is_an_unsupported_device(monkeypatch):

@@ -537,6 +537,27 @@ def test_backward_of_a_forward_without_saved_context_is_refused():
         out.backward(q.dy)
 
 
+def test_B51_a_backward_that_cannot_be_prepared_aborts_a_backward_of_the_kernels():
+    from megatron_mok.native import communicator, structs
+    from megatron_mok.ops import definitions
+
+    aborted = []
+
+    class Rank:
+        aborting = communicator.Communicator.aborting
+
+        def abort(self, cause, kind):
+            aborted.append((str(cause), kind))
+
+    handle = communicator.register(Rank())
+    try:
+        with pytest.raises(MemoryError, match="no memory"), definitions.aborting_backward(handle):
+            raise MemoryError("no memory")
+    finally:
+        communicator._communicators.pop(handle)
+    assert aborted == [("no memory", structs.CallKind.BACKWARD)]
+
+
 def test_backward_names_the_layer_of_its_forward():
     q = problem()
     comm = comm_for(q)

@@ -228,6 +228,23 @@ def test_experts_that_do_not_divide_are_a_config_error(monkeypatch):
         comm.open()
 
 
+def test_a_rank_keeps_its_own_error_where_the_peers_cannot_be_told():
+    from megatron_mok.runtime.agreement import on_all
+
+    class Alone:
+        def gather_bytes(self, payload):
+            raise errors.PeerAbort("lost rank 1")
+
+    def fails():
+        raise MemoryError("no memory left")
+
+    with pytest.raises(MemoryError, match="no memory left") as caught:
+        on_all(Alone(), fails)
+    assert isinstance(caught.value.__cause__, errors.PeerAbort)
+    with pytest.raises(errors.PeerAbort, match="lost rank 1"):
+        on_all(Alone(), lambda: 1)
+
+
 def test_B70_importing_touches_no_gpu():
     import subprocess
     import sys
