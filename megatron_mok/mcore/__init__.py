@@ -1,14 +1,14 @@
 """Megatron-Core: `register()` makes it know the token dispatcher "mok"; `unregister()` takes that back.
 
-Megatron-Core has no registry for dispatchers. Four names are rebound, nothing else is touched, and layers of
+Megatron-Core has no registry for dispatchers. These names are rebound, nothing else is touched, and layers of
 other dispatcher types stay stock:
 
-    TransformerConfig.moe_token_dispatcher_type   the field's type also lists "mok" (Megatron's argparse reads
-    it) TransformerConfig.__post_init__               refuses first what mok cannot do, in one message
-    moe_module_specs.MoELayer                     layer specs name our subclass
-    data parallel wrapper's __init__              the built model is checked, and one line says what runs
-
-and, where megatron.training is installed, its add_megatron_arguments also adds `--mok-*`.
+    TransformerConfig.moe_token_dispatcher_type  its type also lists "mok" (Megatron's argparse reads it)
+    TransformerConfig.__post_init__              refuses first what mok cannot do, in one message
+    moe_module_specs.MoELayer                    layer specs name our subclass
+    _BaseDataParallel.__init__                   refuses data parallel wrappers other than Megatron's DDP
+    DistributedDataParallel.__init__             checks the built model, and says in one line what runs
+    arguments.add_megatron_arguments             adds `--mok-*`, where megatron.training is installed
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import typing
 import warnings
 from typing import Any
 
+from ..errors import ConfigError, Problem, of_peer
+from . import report
 from .refusals import NAME, validate
 
 _undo: list[tuple[Any, str, Any]] = []
-_announced = False
 # Modules that copy MoELayer into a layer spec while they are imported.
 _SPECS_AT_IMPORT = (
     "megatron.core.models.hybrid.hybrid_layer_specs",
@@ -59,11 +60,10 @@ def register() -> None:
 
 def unregister() -> None:
     """Restore Megatron-Core. Layers that were built as mok layers stay what they are."""
-    global _announced
     while _undo:
         owner, name, old = _undo.pop()
         setattr(owner, name, old)
-    _announced = False
+    report.forget()
 
 
 def _rebind(owner: Any, name: str, value: Any) -> None:
@@ -90,16 +90,27 @@ def _hook() -> None:
     _rebind(TransformerConfig, "__post_init__", validate_first)
     _rebind(moe_module_specs, "MoELayer", MokMoELayer)
 
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
-    wrap_model = _BaseDataParallel.__init__
+    wrap_any, wrap_model = _BaseDataParallel.__init__, DistributedDataParallel.__init__
+
+    @functools.wraps(wrap_any)
+    def refuse_others(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if _is_mok(config) and not isinstance(self, DistributedDataParallel):
+            need = "Megatron's DistributedDataParallel (others are not tested)"
+            problem = Problem("data parallelism", type(self).__name__, need, "drop the FSDP options")
+            raise ConfigError([problem], where=f"moe_token_dispatcher_type={NAME!r}")
+        wrap_any(self, config, *args, **kwargs)
 
     @functools.wraps(wrap_model)
-    def check_then_wrap(self: Any, config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        wrap_model(self, config, module, *args, **kwargs)
-        _check(self, config, module)
+    def wrap_then_check(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        wrap_model(self, config, *args, **kwargs)
+        if _is_mok(config):
+            _check(self)
 
-    _rebind(_BaseDataParallel, "__init__", check_then_wrap)
+    _rebind(_BaseDataParallel, "__init__", refuse_others)
+    _rebind(DistributedDataParallel, "__init__", wrap_then_check)
 
     if importlib.util.find_spec("megatron.training") is not None:
         from .args import wrap
@@ -108,27 +119,59 @@ def _hook() -> None:
         _rebind(arguments, "add_megatron_arguments", wrap(arguments.add_megatron_arguments))
 
 
-def _check(wrapper: Any, config: Any, model: Any) -> None:
-    """The built model must consist of our layers, in Megatron's own data parallelism; say what runs."""
-    global _announced
-    if getattr(config, "moe_token_dispatcher_type", None) != NAME or not config.num_moe_experts:
-        return
-    import torch
-    from megatron.core.distributed import DistributedDataParallel
+def _is_mok(config: Any) -> bool:
+    return getattr(config, "moe_token_dispatcher_type", None) == NAME and bool(config.num_moe_experts)
 
+
+def _check(wrapper: Any) -> None:
+    """The model that Megatron's DDP has wrapped must consist of our layers; one line says what runs.
+
+    Collective over the ranks that hold the model. What one rank finds wrong is an error on all: its own
+    there, and one that names the rank and the cause elsewhere.
+    """
+    import torch
+
+    from .. import runtime
     from ..config import current
-    from ..errors import ConfigError, Problem
-    from ..runtime import choose_backend
     from .layer import check_applied
 
-    if not isinstance(wrapper, DistributedDataParallel):
-        need = "Megatron's DistributedDataParallel (others are not tested)"
-        problem = Problem("data parallelism", type(wrapper).__name__, need, "drop the FSDP options")
-        raise ConfigError([problem], where=f"moe_token_dispatcher_type={NAME!r}")
-    layers = check_applied(model)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    backend, why = choose_backend(current(), device)
-    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    if first and not _announced:
-        print(f"megatron_mok: {layers} MoE layers on this rank, {backend} back end ({why})", flush=True)
-    _announced = True
+    mine, backend, why = None, "", ""
+    try:
+        check_applied(wrapper.module)
+        device = next((p.device for p in wrapper.parameters()), torch.device("cpu"))
+        backend, why = runtime.choose_backend(current(), device)
+    except Exception as error:  # told to the peers, then raised
+        mine = error
+    told = _tell(wrapper, (report.pending(), mine and (type(mine).__name__, str(mine))))
+    if mine is not None:
+        raise mine
+    for rank, (_, theirs) in sorted(told.items()):
+        if theirs:
+            raise of_peer(rank, *theirs)
+    first = min((rank for rank, (layers, _) in told.items() if layers), default=None)
+    report.say(backend, why, aloud=first == _rank())
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _tell(wrapper: Any, message: Any) -> dict[int, Any]:
+    """The messages of all ranks that hold parts or copies of the model. Collective.
+
+    One group after the other, each time passing on all that is known: together they span the model, also
+    where other models live on other ranks of the job.
+    """
+    import torch.distributed as dist
+
+    told = {_rank(): message}
+    if dist.is_initialized():
+        pipeline = [] if isinstance(wrapper.pp_group, list) else [wrapper.pp_group]  # several: no one order
+        for group in (wrapper.ep_group, wrapper.tp_group, wrapper.dp_cp_group, *pipeline):
+            every: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(every, told, group=group)
+            for theirs in every:
+                told |= theirs
+    return told

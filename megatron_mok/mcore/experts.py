@@ -7,6 +7,7 @@ token, L experts on this rank.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from .. import runtime
 from ..config import current
 from ..errors import ConfigError, Problem
+from . import report
 
 
 class MokExperts:
@@ -46,12 +48,11 @@ class MokExperts:
         Collective over the expert-parallel group. Errors: those of megatron_mok.runtime, for example
         WorkspaceTooSmall here and PeerAbort on the peers where T exceeds the workspace.
         """
-        run_forward_pre_hooks(self.expert_linears())
         settings = current()
-        w1, w2 = self.expert_weights()
         config: Any = self.config  # type: ignore[attr-defined]
         comm: runtime.Comm | None
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        aborting: contextlib.AbstractContextManager = contextlib.nullcontext()
         if not torch.compiler.is_compiling():
             comm = runtime.get_comm(
                 self.ep_group,  # type: ignore[attr-defined]
@@ -64,8 +65,15 @@ class MokExperts:
                 config=settings,
             )
             self.comm = weakref.ref(comm)
+            if report.pending():  # nothing of Megatron's has wrapped this model
+                first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+                report.say(comm.backend, comm.why, aloud=first)
+            aborting = comm.aborting()
         elif self.comm is None or (comm := self.comm()) is None:
             raise RuntimeError("the first forward of a MoE layer must run before torch.compile traces it")
+        with aborting:  # from here on the peers are about to start the call
+            run_forward_pre_hooks(self.expert_linears())
+            w1, w2 = self.expert_weights()
         out = runtime.moe(
             x,
             ids,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from ..errors import ConfigError, Problem
+from . import report
 from .dispatcher import MokTokenDispatcher
 from .experts import MokExperts, with_mok
 from .refusals import NAME, validate
-
-logger = logging.getLogger(__name__)
 
 
 class MokMoELayer(MoELayer):
@@ -46,6 +43,7 @@ class MokMoELayer(MoELayer):
             if inner is not None and inner is not config and hasattr(inner, "moe_token_dispatcher_type"):
                 inner.moe_token_dispatcher_type = NAME
         self.experts.layer_number = self.layer_number
+        report.layer_was_built()
 
     def set_layer_number(self, layer_number: int) -> None:
         super().set_layer_number(layer_number)
@@ -62,26 +60,16 @@ class _Groups:
     tp_ep: Any
 
 
-def check_applied(model: torch.nn.Module | Iterable[torch.nn.Module]) -> int:
-    """Number of mok layers in a built model (or chunks of one).
+def check_applied(model: torch.nn.Module) -> None:
+    """ConfigError if a MoE layer of a built model is not ours although its configuration says "mok".
 
-    ConfigError if a MoE layer whose configuration says "mok" is not ours: something else replaced the class,
-    or the layer's spec was made before register().
+    Something else replaced the class, or the layer's spec was made before register().
     """
-    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-    layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
+    layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     wanted = [m for m in layers if m.config.moe_token_dispatcher_type == NAME]
     foreign = {type(m).__qualname__ for m in wanted if not isinstance(m.experts, MokExperts)}
     if foreign:
-        raise ConfigError(
-            [
-                Problem(
-                    "MoE layer",
-                    ", ".join(sorted(foreign)),
-                    "MokMoELayer in every MoE layer",
-                    "call megatron_mok.register() before layer specs are made; let nothing replace MoELayer",
-                )
-            ],
-            where=f"moe_token_dispatcher_type={NAME!r}",
-        )
-    return len(wanted)
+        need = "MokMoELayer in every MoE layer"
+        remedy = "call megatron_mok.register() before layer specs are made; let nothing replace MoELayer"
+        problem = Problem("MoE layer", ", ".join(sorted(foreign)), need, remedy)
+        raise ConfigError([problem], where=f"moe_token_dispatcher_type={NAME!r}")

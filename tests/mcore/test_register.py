@@ -277,7 +277,7 @@ def test_layer_that_is_not_ours_is_an_error() -> None:
 
     with pytest.raises(ConfigError, match="Foreign"):
         check_applied(torch.nn.Sequential(Foreign()))
-    assert check_applied(torch.nn.Linear(1, 1)) == 0
+    check_applied(torch.nn.Linear(1, 1))
 
 
 def test_pre_hooks_of_bypassed_modules_run() -> None:
@@ -297,13 +297,58 @@ def test_pre_hooks_of_bypassed_modules_run() -> None:
 
 
 def test_built_model_and_one_line_B85(ranks: Any) -> None:
-    """Both kinds of layers in one process; the back end and its reason are said once, by rank 0."""
+    """Both kinds of layers in one process; each mok model's back end and its reason are said by rank 0."""
     results = ranks.run("cases:announce")
     assert all(r["mok"] == ["MokMoELayer", "MokSequentialMLP", "MokTokenDispatcher"] for r in results)
     assert all(r["alltoall"][1:] == ["SequentialMLP", "MoEAlltoAllTokenDispatcher"] for r in results)
     assert all(r["type_kept"] for r in results)
-    assert [len(r["lines"]) for r in results] == [1, 0, 0, 0]
-    assert "reference back end" in results[0]["lines"][0] and "no GPU" in results[0]["lines"][0]
+    assert [len(r["lines"]) for r in results] == [2, 0, 0, 0], "two models"
+    for line in results[0]["lines"]:
+        assert "2 MoE layers" in line and "reference back end" in line and "no GPU" in line
+
+
+def test_one_line_for_a_model_in_chunks_B85(ranks: Any) -> None:
+    lines = ranks.run("build_cases:chunks")
+    assert [len(of_rank) for of_rank in lines] == [1, 0, 0, 0] and "1 MoE layers on this rank" in lines[0][0]
+    lines = ranks.run("build_cases:chunks", mtp_num_layers=1)
+    assert [len(of_rank) for of_rank in lines] == [1, 0, 0, 0]
+
+
+def test_one_line_where_the_first_stage_has_no_experts_B85(ranks: Any) -> None:
+    """The lowest rank that has some speaks."""
+    lines = ranks.run("build_cases:chunks", moe_layer_freq=[0, 1, 0, 1])
+    assert [len(of_rank) for of_rank in lines] == [0, 0, 1, 0] and "2 MoE layers" in lines[2][0]
+
+
+def test_one_line_without_ddp_B85(ranks: Any) -> None:
+    results = ranks.run("build_cases:without_ddp")
+    assert [[len(lines) for lines in of_rank] for of_rank in results] == [[1, 1], [0, 0], [0, 0], [0, 0]]
+    assert all("2 MoE layers" in lines[0] and "reference back end" in lines[0] for lines in results[0])
+
+
+def test_layer_that_is_not_ours_on_one_rank_is_an_error_on_all_B51(ranks: Any) -> None:
+    """Also on the ranks that only share its dense layers (EP 2 on four ranks)."""
+    results = ranks.run("build_cases:foreign_layer_on_rank_1")
+    for rank, result in enumerate(results):
+        kind, text = result["failure"]
+        assert "MoE layer: got 'MokMoELayer', need" in text and result["seconds"] < 30
+        assert kind == ("ConfigError" if rank == 1 else "PeerAbort")
+        assert rank == 1 or "rank 1 gave up: ConfigError" in text
+    assert len({result["step"] for result in results}) == 1
+
+
+def test_back_end_missing_on_one_stage_is_an_error_on_all_B51(ranks: Any) -> None:
+    failures = ranks.run("build_cases:no_back_end_on_rank_2")
+    told = ("UnsupportedDevice", "rank 2: sm_80: need sm_90a")
+    assert failures == [told, told, ("UnsupportedDevice", "sm_80: need sm_90a"), told]
+
+
+def test_experts_that_cannot_start_on_one_rank_B51(ranks: Any) -> None:
+    results = ranks.run("build_cases:pre_hook_fails_on_rank_1")
+    for rank, result in enumerate(results):
+        kind, text = ("MemoryError", "gathered weights") if rank == 1 else ("PeerAbort", "rank 1 gave up")
+        assert all(got[0] == kind and text in got[1] for got in result["failures"])
+        assert result["seconds"] < 30 and result["again"] < 1e-5
 
 
 def test_grouped_experts(ranks: Any) -> None:
