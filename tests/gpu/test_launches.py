@@ -11,23 +11,29 @@ from tests.gpu.world import Case, Gradients, Layer, World
 
 CASE = Case((500,), 4, 8, 512, 256)
 KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
+# name: (kernels; dtype of the weight gradients, whether they are added to what is there)
+CALLS: dict[str, tuple[int, torch.dtype | None, bool]] = {
+    "forward": (2, None, False),
+    "backward-bf16": (1, torch.bfloat16, False),
+    "backward-fp32": (1, torch.float32, False),
+    "backward-fp32-added": (1, torch.float32, True),
+}
 
 
-KERNELS = {"forward": 2, "backward": 1}
-
-
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=CALLS)
 def run(request, device):
     """(a function that launches one call on the current stream, the kernels that this is)"""
+    expected, dtype, add = CALLS[request.param]
     layer = Layer.make(CASE, device)
     with World(CASE, device) as world:
-        calls = world.forward(layer, save=0.5)
+        calls = world.forward(layer, save=0.5)  # half of the rows are computed again in backward
         world.backward(layer, calls)
-        if request.param == "forward":
+        if dtype is None:
             (call,) = world.prepare(layer, save=True)
             kernels = [call.schedule_rows, call.forward]
         else:
-            (call,) = world.prepare_backward(layer, calls, [Gradients.empty(CASE, device)])
+            into = Gradients.empty(CASE, device, dtype, 0.0)
+            (call,) = world.prepare_backward(layer, calls, [into], accumulate=add)
             kernels = [call.backward, call.finish]
         torch.cuda.synchronize()
 
@@ -36,7 +42,7 @@ def run(request, device):
             for kernel in kernels:
                 kernel()
 
-        yield launch, KERNELS[request.param]
+        yield launch, expected
         torch.cuda.synchronize()
         world.virtual.check()
 
