@@ -356,7 +356,7 @@ def compare(
         shape = Shape(**r["shape"])
         if copy_tbps and r["pass"].startswith("fwd"):
             memory_ms = shape.weight_bytes / copy_tbps / 1e9
-            if memory_ms > shape.flops(r["pass"]) / r["dense_tflops"] / 1e9:
+            if memory_ms * r["dense_tflops"] * 1e9 > shape.flops(r["pass"]):
                 r["memory_floor_ms"] = round(memory_ms, 4)
 
 

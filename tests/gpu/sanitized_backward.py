@@ -16,7 +16,7 @@ TOKENS = {1: (330,), 2: (200, 130)}
 TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 2, 4, 384, 384
 TURN_ROWS, GROUP_ROWS = 256, 8
 TAKE_TURNS = 77
-PROBE_NS = 20 * 10**9  # for the first call of several ranks
+PROBE_NS = 10 * 10**9  # for the first call of several ranks
 # name: (rows of h saved; None: all; fp32 weight gradients, added to what is there)
 VARIANTS = {
     "bf16, all saved": (None, False, False),
