@@ -22,7 +22,7 @@ MAIN_GRAD = ("auto", "on", "off")
 class MokConfig:
     """Every knob. Raises ConfigError listing all unusable values. Each is also a `--mok-*` argument.
 
-    comm_sms        SMs that move data in (forward, backward); even numbers. None: the preset's, or built in.
+    comm_sms        SMs that move data in (forward, backward); even numbers. None: built in.
     minibatch_rows  routed rows that GEMM 1 works on before GEMM 2 follows; a multiple of 128.
     ring_rows       rows of the local rings for x, act, dy and dh; a multiple of 128. Less costs time only.
     save_capacity   rows of h saved for backward, in units of tokens here * top-k; the rest is recomputed.
@@ -32,9 +32,10 @@ class MokConfig:
                     supported GPU, reference on a machine without a GPU, an error on an unsupported GPU).
     timeout_s       longest wait for a peer in seconds. None: the smaller of 300 and half of the process
                     group's time-out.
-    preset          name or path of a set of tuned knobs.
+    preset          for sets of tuned knobs. There are none yet, so only None.
     max_tokens      tokens per rank and call that the workspace is made for. None:
-                    micro_batch_size * seq_length / (TP * CP), or the first call's tokens.
+                    micro_batch_size (the larger of training's and evaluation's) * seq_length / (TP * CP)
+                    where the arguments are known, else the first call's tokens.
     main_grad       "auto": weight gradients are added into main_grad wherever Megatron's DDP made one;
                     "on": an error where there is none; "off": always returned to autograd.
     shared_device   allow two ranks on one GPU (for functional tests; slow).
@@ -128,7 +129,10 @@ CONSTRAINTS = (
         "leave it out for the default, there is no unbounded wait",
     ),
     Constraint(
-        "preset", _optional(lambda v: isinstance(v, str) and v != ""), "a name or a path", "leave it out"
+        "preset",
+        lambda v: v is None,
+        "it unset (tuned presets do not exist yet)",
+        "leave it out and give the knobs one by one",
     ),
     Constraint(
         "max_tokens",

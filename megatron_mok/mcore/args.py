@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -22,9 +22,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "precision": dict(choices=PRECISIONS, help="arithmetic of the expert GEMMs"),
     "backend": dict(choices=BACKENDS, help="auto: cuda on a supported GPU, reference without a GPU"),
     "timeout_s": dict(type=float, help="longest wait for a peer in seconds"),
-    "preset": dict(help="name or path of a set of tuned knobs"),
+    "preset": dict(help="for sets of tuned knobs: there are none yet, so leave it out"),
     "max_tokens": dict(
-        type=int, help="tokens per rank and call; default micro batch * sequence length / (TP * CP)"
+        type=int,
+        help="tokens per rank and call; default micro batch (the larger of training's and evaluation's) * "
+        "sequence length / (TP * CP)",
     ),
     "main_grad": dict(choices=MAIN_GRAD, help="auto: add weight gradients into main_grad where DDP made one"),
     "shared_device": dict(action="store_true", help="allow two ranks on one GPU (functional tests; slow)"),
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "megatron_mok", f"Knobs of --moe-token-dispatcher-type {NAME}; see megatron_mok.MokConfig."
     )
     for name, options in _OPTIONS.items():
-        group.add_argument(f"--mok-{name.replace('_', '-')}", dest=f"mok_{name}", default=None, **options)
+        group.add_argument(_flag(name), dest=f"mok_{name}", default=None, **options)
     return parser
 
 
@@ -49,49 +51,62 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def configure_from(args: argparse.Namespace) -> None:
+def configure_from(args: argparse.Namespace, unknown: Sequence[str] = ()) -> None:
     """Judge the whole command line and make its `--mok-*` arguments the process's configuration.
 
-    ConfigError with every offender: settings that mok refuses, knobs that cannot be used, knobs given
-    together with another dispatcher. Nothing is judged where a YAML file takes the place of the arguments.
+    ConfigError with every offender: settings that mok refuses, knobs that cannot be used, do not exist or are
+    given together with another dispatcher. With --yaml-cfg, where Megatron drops all arguments for those in
+    the file, the knobs count, and the dispatcher must stand in the file: what stands there is judged when the
+    TransformerConfig is made. `unknown` words that are not ours are the caller's to report.
     """
-    if getattr(args, "yaml_cfg", None) is not None:
-        return
-    knobs = given(args)
-    if args.moe_token_dispatcher_type != NAME:
-        if knobs:
-            raise ConfigError(
-                [
-                    Problem(
-                        f"--mok-{name.replace('_', '-')}",
-                        value,
-                        f"--moe-token-dispatcher-type {NAME} (it is {args.moe_token_dispatcher_type})",
-                        "drop the knob or change the dispatcher",
-                    )
-                    for name, value in knobs.items()
-                ],
-                where="arguments",
-            )
-        return
-    found: list[Problem] = []
-    for judge in (lambda: configure(current(), **knobs), lambda: validate(args)):
-        try:
-            judge()
-        except ConfigError as error:
-            found += error.problems
+    knobs, yaml = given(args), getattr(args, "yaml_cfg", None)
+    chosen = args.moe_token_dispatcher_type == NAME
+    found = [
+        Problem(word, "no such argument", f"one of {', '.join(map(_flag, _OPTIONS))}", "correct its name")
+        for word in unknown
+        if word.startswith("--mok-")
+    ]
+    if yaml is not None and chosen:
+        need = "it in the YAML file: with --yaml-cfg Megatron reads no other argument"
+        remedy = f"write moe_token_dispatcher_type: {NAME} under language_model in {yaml}; --mok-* stay here"
+        found.append(Problem("--moe-token-dispatcher-type", NAME, need, remedy))
+    if chosen or yaml is not None:
+        found += _problems(lambda: configure(current(), **knobs))
+    else:
+        need = f"--moe-token-dispatcher-type {NAME} (it is {args.moe_token_dispatcher_type})"
+        remedy = "drop the knob or change the dispatcher"
+        found += [Problem(_flag(name), value, need, remedy) for name, value in knobs.items()]
+    if yaml is None:
+        found += _problems(lambda: validate(args))
     if found:
-        raise ConfigError(found, where=f"--moe-token-dispatcher-type {NAME}")
-    if current().max_tokens is None and (tokens := tokens_per_call(args)):
+        raise ConfigError(found, where="arguments")
+    if chosen and current().max_tokens is None and (tokens := tokens_per_call(args)):
         configure(max_tokens=tokens)
 
 
+def _problems(judge: Callable[[], Any]) -> list[Problem]:
+    try:
+        judge()
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def _flag(field: str) -> str:
+    return f"--mok-{field.replace('_', '-')}"
+
+
 def tokens_per_call(args: argparse.Namespace) -> int | None:
-    """micro_batch_size * seq_length / (TP * CP), rounded up; None where a size is not given."""
+    """micro_batch_size * seq_length / (TP * CP), rounded up; None where a size is not given.
+
+    Of the micro-batch sizes of training and of evaluation (where Megatron has one) the larger.
+    """
     sequence = getattr(args, "seq_length", None) or getattr(args, "encoder_seq_length", None)
     if not sequence or not args.micro_batch_size:
         return None
+    batch = max(args.micro_batch_size, getattr(args, "eval_micro_batch_size", None) or 0)
     ranks = (args.tensor_model_parallel_size or 1) * (args.context_parallel_size or 1)
-    return -(-args.micro_batch_size * sequence // ranks)
+    return -(-batch * sequence // ranks)
 
 
 def wrap(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,8 +119,7 @@ def wrap(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
 
         def parse(*args: Any, **kwargs: Any) -> Any:
             namespace, rest = parse_known_args(*args, **kwargs)
-            if not rest:  # unknown arguments are the caller's to report, before ours are judged
-                configure_from(namespace)
+            configure_from(namespace, rest)
             return namespace, rest
 
         parser.parse_known_args = parse  # type: ignore[method-assign]

@@ -74,7 +74,6 @@ class Refusal(NamedTuple):
     example: dict[str, Any]
     got: Callable[[Settings], Any] | None = None
     on_gpu_only: bool = False
-    args_only: bool = False
 
     def problem(self, settings: Settings) -> Problem:
         got = self.got(settings) if self.got else getattr(settings, self.field)
@@ -283,10 +282,10 @@ REFUSALS: tuple[Refusal, ...] = (
         {"moe_megakernel_backend": "mok"},
     ),
     # --- known from the arguments only
-    _truthy("use_megatron_fsdp", "it is not tested", args_only=True),
-    _truthy("use_torch_fsdp2", "it is not tested", args_only=True),
-    _truthy("fake_process_group", "ranks exchange tokens", args_only=True),
-    _truthy("moe_use_upcycling", "upcycle with another dispatcher, then continue with mok", args_only=True),
+    _truthy("use_megatron_fsdp", "it is not tested"),
+    _truthy("use_torch_fsdp2", "it is not tested"),
+    _truthy("fake_process_group", "ranks exchange tokens"),
+    _truthy("moe_use_upcycling", "upcycle with another dispatcher, then continue with mok"),
 )
 
 

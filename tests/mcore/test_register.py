@@ -134,10 +134,10 @@ STANDARD = (
 def parse(registered: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     from megatron.training import arguments
 
-    def run(*extra: str, dispatcher: str | None = "mok") -> Any:
+    def run(*extra: str, dispatcher: str | None = "mok", **options: Any) -> Any:
         chosen = ["--moe-token-dispatcher-type", dispatcher] if dispatcher else []
         monkeypatch.setattr(sys, "argv", ["script", *STANDARD, *chosen, *extra])
-        return arguments.parse_args()
+        return arguments.parse_args(**options)
 
     return run
 
@@ -159,6 +159,50 @@ def test_max_tokens_is_divided_by_tp_and_cp(parse: Callable[..., Any]) -> None:
     assert megatron_mok.current().max_tokens == 4 * 32 // 8
     parse("--mok-max-tokens", "999")
     assert megatron_mok.current().max_tokens == 999
+
+
+@pytest.mark.short
+def test_max_tokens_is_enough_for_evaluation_B06(parse: Callable[..., Any]) -> None:
+    """Megatron-Core 0.18 and 0.19 both have --eval-micro-batch-size."""
+    parse("--eval-micro-batch-size", "6")
+    assert megatron_mok.current().max_tokens == 6 * 32
+    megatron_mok.configure(megatron_mok.MokConfig())
+    parse("--eval-micro-batch-size", "2")
+    assert megatron_mok.current().max_tokens == 4 * 32
+
+
+@pytest.mark.short
+def test_knobs_count_beside_arguments_that_nobody_knows_B85(parse: Callable[..., Any]) -> None:
+    knobs = ["--mok-backend", "reference", "--mok-save-capacity", "0.5"]
+    parse("--someone-elses-flag", "7", *knobs, ignore_unknown_args=True)
+    config = megatron_mok.current()
+    assert (config.backend, config.save_capacity, config.max_tokens) == ("reference", 0.5, 4 * 32)
+    with pytest.raises(ConfigError, match="num_sms: got 3"):
+        parse("--someone-elses-flag", "--mok-num-sms", "3", ignore_unknown_args=True)
+
+
+def test_a_misspelt_knob_is_an_error_B85(parse: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="--mok-back-end: got.*--mok-backend"):
+        parse("--mok-back-end", "reference", ignore_unknown_args=True)
+    with pytest.raises(SystemExit):
+        parse("--someone-elses-flag")
+
+
+@pytest.mark.short
+def test_knobs_count_with_a_yaml_file_B84(parse: Callable[..., Any], tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "model.yaml"
+    text = "disable_msc_deprecated: false\nenable_msc: false\n"  # Megatron asks the file even for these
+    file.write_text(text + "language_model:\n  moe_token_dispatcher_type: mok\n")
+    args = parse("--yaml-cfg", str(file), "--mok-save-capacity", "0.5", dispatcher=None)
+    assert args.language_model.moe_token_dispatcher_type == "mok"
+    assert megatron_mok.current().save_capacity == 0.5
+    assert megatron_mok.current().max_tokens is None, "the sizes stand in the file: the first call's counts"
+    with pytest.raises(ConfigError, match="num_sms: got 3"):
+        parse("--yaml-cfg", str(file), "--mok-num-sms", "3", dispatcher=None)
+    with pytest.raises(
+        ConfigError, match="moe_token_dispatcher_type: mok under language_model in .*model.yaml"
+    ):
+        parse("--yaml-cfg", str(file))
 
 
 def test_bad_value_lists_choices_B84(parse: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +269,7 @@ def test_without_the_plugin_the_name_is_unknown(monkeypatch: pytest.MonkeyPatch)
         dict(num_sms=1),
         dict(save_capacity=-1.0), dict(save_capacity=float("inf")), dict(precision="fp64"),
         dict(backend="gpu"),
-        dict(timeout_s=0), dict(preset=""), dict(max_tokens=0), dict(max_tokens=True),
+        dict(timeout_s=0), dict(preset=""), dict(preset="h200"), dict(max_tokens=0), dict(max_tokens=True),
         dict(main_grad="yes"),
         dict(shared_device=1), dict(check_every=-1),
     ],
@@ -237,6 +281,12 @@ def test_bad_configuration(values: dict[str, Any]) -> None:
     problem = caught.value.problems[0]
     assert (problem.field, problem.got) == next(iter(values.items()))
     assert problem.need and problem.remedy and problem.field in str(caught.value)
+
+
+def test_presets_do_not_exist_yet(parse: Callable[..., Any]) -> None:
+    """Nothing would read one: a name must not be taken in silence."""
+    with pytest.raises(ConfigError, match="preset: got 'h200'.*do not exist yet.*leave it out"):
+        parse("--mok-preset", "h200")
 
 
 def test_configure_and_current() -> None:
