@@ -58,7 +58,7 @@ class Training:
             )
         options, args = command[:at], tuple(command[at + 1 :])
         for fixed in ("--save", "--load"):
-            if fixed in args:
+            if any(word.partition("=")[0] == fixed for word in args):
                 raise ValueError(
                     f"{fixed}: got it in the training arguments, need none: the second run would resume from "
                     "the first; remedy: leave it out"

@@ -218,8 +218,10 @@ def test_training_command(command, gpus, launcher, counts):
 def test_training_command_that_cannot_be_compared():
     with pytest.raises(ValueError, match="need torchrun"):
         ab.Training.parse(["--seq-length", "8"], 0)
-    with pytest.raises(ValueError, match="--save: got it"):
-        ab.Training.parse(["torchrun", "x.py", "--save", "here"], 0)
+    for words in (["--save", "here"], ["--save=here"], ["--load=here"]):
+        with pytest.raises(ValueError, match=f"{words[0].partition('=')[0]}: got it"):
+            ab.Training.parse(["torchrun", "x.py", *words], 0)
+    ab.Training.parse(["torchrun", "x.py", "--save-interval=5"], 0)
 
 
 class Layer(torch.nn.Module):
