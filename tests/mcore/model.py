@@ -1,5 +1,7 @@
 """Runs inside a rank: tiny DeepSeek-V3-style models and a training loop with comparable numbers.
 
+On a GPU (tests/gpu) where there is one, else on the CPU with stand-ins for what Megatron asks of CUDA.
+
 Legend: S sequence length, B micro-batch, H hidden size, E experts, V vocabulary.
 """
 
@@ -19,7 +21,9 @@ import megatron_mok
 import megatron_mok.runtime
 from megatron_mok.testing import cpu
 
-cpu.install()
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu":
+    cpu.install()
 megatron_mok.register()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
@@ -176,7 +180,7 @@ def build(config: TransformerConfig, seed: int = 1) -> list[GPTModel]:
             mtp_block_spec=mtp,
             position_embedding_type="rope",
             vp_stage=vp_stage,
-        )
+        ).to(DEVICE)
         if config.bf16:
             model = model.bfloat16()
         initialise(model, config, seed)
@@ -210,28 +214,34 @@ def initialise(model: GPTModel, config: TransformerConfig, seed: int) -> None:
 
 
 class Batches:
-    """Endless micro-batches of one data-parallel rank, from a Markov chain that a model can learn."""
+    """Endless micro-batches from a Markov chain that a model can learn; a stream for each data-parallel rank.
 
-    def __init__(self, seed: int = 7) -> None:
-        self.generator = torch.Generator().manual_seed(seed * 1000 + parallel_state.get_data_parallel_rank())
+    The length of the sequences, S, can be changed between two of them.
+    """
+
+    def __init__(self, seed: int = 7, stream: int | None = None) -> None:
+        stream = parallel_state.get_data_parallel_rank() if stream is None else stream
+        self.generator = torch.Generator().manual_seed(seed * 1000 + stream)
         chain = torch.Generator().manual_seed(seed)
         self.next_token = torch.randint(V, (V, 4), generator=chain)
+        self.length = S
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        tokens = torch.empty(B, S + 1, dtype=torch.long)
+        tokens = torch.empty(B, self.length + 1, dtype=torch.long)
         tokens[:, 0] = torch.randint(V, (B,), generator=self.generator)
-        choice = torch.randint(4, (B, S), generator=self.generator)
-        for s in range(S):
+        choice = torch.randint(4, (B, self.length), generator=self.generator)
+        for s in range(self.length):
             tokens[:, s + 1] = self.next_token[tokens[:, s], choice[:, s]]
+        tokens = tokens.to(DEVICE)
         return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
 def forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
-    positions = torch.arange(S).expand(B, S)
+    positions = torch.arange(batch["tokens"].shape[1], device=DEVICE).expand_as(batch["tokens"])
     losses = model(batch["tokens"], positions, None, labels=batch["labels"])
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -269,8 +279,10 @@ class Trainer:
         lr: float = 1e-3,
         clip_grad: float = 1.0,
         ddp: dict[str, Any] | None = None,
+        frozen: str = "",
         **changes: Any,
     ) -> None:
+        """`frozen`: a part of the names of parameters that are not trained."""
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         destroy_moe_metrics_tracker()  # sized by the first model that records
@@ -278,7 +290,10 @@ class Trainer:
         self.config = make_config(dispatcher, bf16=bf16, **changes)
         self.config.grad_scale_func = None
         ddp = ddp or {}
-        self.models = wrap(build(self.config, seed), self.config, **ddp)
+        models = build(self.config, seed)
+        for name, parameter in itertools.chain(*(model.named_parameters() for model in models)):
+            parameter.requires_grad_(not frozen or frozen not in name)
+        self.models = wrap(models, self.config, **ddp)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -295,7 +310,7 @@ class Trainer:
         if ddp.get("overlap_param_gather"):
             sync = [model.start_param_sync for model in self.models]
             self.config.param_sync_func = sync[0] if len(sync) == 1 else sync
-        self.batches = [Batches() for _ in self.models]
+        self.batches: list[Any] = [Batches() for _ in self.models]
         self.run = get_forward_backward_func()
 
     def gradients(self) -> float:
@@ -312,7 +327,8 @@ class Trainer:
             micro_batch_size=B,
             forward_only=False,
         )
-        total = torch.tensor([sum(float(loss["loss"]) for loss in losses), float(len(losses))])
+        mine = [sum(float(loss["loss"]) for loss in losses), float(len(losses))]
+        total = torch.tensor(mine, device=DEVICE)
         dist.all_reduce(total)
         return float(total[0] / total[1])
 

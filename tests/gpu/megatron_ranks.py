@@ -1,0 +1,345 @@
+"""One process of test_megatron: Megatron-Core models with the kernels.
+
+    python -m tests.gpu.megatron_ranks RESULT_FOLDER
+
+First rank 0 alone, EP 1 over NCCL; then all four ranks on the one GPU, EP 4 and 2, over gloo (see
+megatron_staged) and symmetric memory. Every case is a function; its result, or its traceback, goes to
+RESULT_FOLDER/rank.json. On a machine without a GPU the same runs on the CPU back end, with
+fewer steps and smaller sizes: a dry run.
+
+Legend: S sequence length, H hidden size, I expert intermediate size, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.gpu import megatron_staged
+
+GPU = torch.cuda.is_available()
+megatron_staged.install(*([] if GPU else [lambda tensor: True]))
+
+import megatron_mok  # noqa: E402
+from megatron_mok import MokConfig, runtime  # noqa: E402
+from tests.mcore import model  # noqa: E402
+
+RANKS = 4
+LENGTHS = (256, 128, 192, 256) if GPU else (32, 16, 24, 32)
+STEPS, SHORT = (12, 4) if GPU else (3, 2)  # ranks that share a GPU take half of them
+SIZES: dict[str, Any] = dict(
+    bf16=True,
+    hidden_size=256 if GPU else 128,
+    ffn_hidden_size=256,
+    moe_ffn_hidden_size=128,
+    moe_shared_expert_intermediate_size=128,
+)
+OTHER: dict[str, Any] = SIZES | dict(
+    hidden_size=128,
+    num_moe_experts=8,
+    moe_router_topk=2,
+    moe_router_num_groups=None,
+    moe_router_group_topk=None,
+)
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+SHARDED = dict(overlap_grad_reduce=True, use_distributed_optimizer=True, overlap_param_gather=True)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "recompute moe": dict(recompute_granularity="selective", recompute_modules=["moe"]),
+    "recompute full": FULL,
+    "overlap_grad_reduce": dict(ddp=dict(overlap_grad_reduce=True)),
+    "distributed optimizer": dict(ddp=dict(use_distributed_optimizer=True)),
+    "overlap_param_gather": dict(ddp=SHARDED),
+    "gradients in bf16": dict(ddp=dict(grad_reduce_in_fp32=False)),
+    "clipping": dict(clip_grad=0.1),
+    "mtp": dict(mtp_num_layers=1),
+    "aux and z loss": dict(
+        moe_router_load_balancing_type="aux_loss", moe_router_score_function="softmax",
+        moe_router_enable_expert_bias=False, moe_z_loss_coeff=1e-3, moe_router_num_groups=None,
+        moe_router_group_topk=None,
+    ),
+    "frozen experts": dict(frozen=".experts.local_experts."),
+    "frozen fc1": dict(frozen=".linear_fc1.weight"),
+    "lengths": dict(lengths=LENGTHS),
+}  # fmt: skip
+
+
+class Streams:
+    """The micro-batches of several data-parallel ranks in turns: a global batch is the same on 1 and 4."""
+
+    def __init__(self, streams: range) -> None:
+        self.batches = [model.Batches(stream=stream) for stream in streams]
+        self.turns = itertools.cycle(self.batches)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        return next(next(self.turns))
+
+    def set_length(self, length: int) -> None:
+        for batches in self.batches:
+            batches.length = length
+
+
+def trainer(dispatcher: str, micro_batches: int, **options: Any) -> model.Trainer:
+    made = model.Trainer(dispatcher, micro_batches=micro_batches, **SIZES | options)
+    first = model.parallel_state.get_data_parallel_rank() * micro_batches
+    made.batches = [Streams(range(first, first + micro_batches)) for _ in made.batches]
+    set_length(made, LENGTHS[0])
+    return made
+
+
+def set_length(made: model.Trainer, length: int) -> None:
+    for streams in made.batches:
+        streams.set_length(length)
+
+
+def digest(made: model.Trainer) -> str:
+    """A hash of all parameters of this rank."""
+    state = hashlib.sha256()
+    for parameter in itertools.chain(*(chunk.parameters() for chunk in made.models)):
+        state.update(
+            parameter.detach().view(torch.uint8 if parameter.dim() else parameter.dtype).cpu().numpy()
+        )
+    return state.hexdigest()
+
+
+def train(
+    dispatcher: str,
+    steps: int,
+    micro_batches: int,
+    lengths: tuple[int, ...] = (),
+    mok: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """{losses, norms, weights: a hash of the trained parameters, memory: bytes allocated after each step}."""
+    configure(**(mok or {}))
+    made = trainer(dispatcher, micro_batches, **options)
+    losses, norms, memory = [], [], []
+    for step in range(steps):
+        if lengths:
+            set_length(made, lengths[step % len(lengths)])
+        loss, norm = made.step()
+        losses.append(loss)
+        norms.append(norm)
+        memory.append(torch.cuda.memory_allocated())
+    return {"losses": losses, "norms": norms, "weights": digest(made), "memory": memory}
+
+
+def configure(**changes: Any) -> None:
+    """mok's settings of the next case, and no workspace of the one before."""
+    runtime.release()
+    megatron_mok.configure(MokConfig(**dict(timeout_s=60.0, shared_device=GPU) | changes))
+
+
+# --- cases of one rank
+
+
+def evaluation_between_steps() -> dict[str, Any]:
+    """Evaluation between steps: its loss twice, whether training goes on as without, what stays allocated."""
+    configure()
+    plain, mixed = (trainer("mok", 2) for _ in range(2))
+    stock = trainer("alltoall", 2)
+    batch = next(iter(Streams(range(1))))
+    evaluations, allocated = [], []
+    losses: dict[str, list[float]] = {"plain": [], "mixed": []}
+    for _ in range(3):
+        losses["plain"].append(plain.step()[0])
+    for _ in range(3):
+        before = torch.cuda.memory_allocated()
+        evaluations.append([evaluate(mixed, batch), evaluate(mixed, batch)])
+        allocated.append(torch.cuda.memory_allocated() - before)
+        losses["mixed"].append(mixed.step()[0])
+    return {
+        "losses": losses,
+        "weights": digest(plain) == digest(mixed),
+        "repeated": all(a == b for a, b in evaluations),
+        "allocated": allocated,
+        "first": [evaluations[0][0], evaluate(stock, batch)],
+    }
+
+
+def evaluate(made: model.Trainer, batch: dict[str, torch.Tensor]) -> float:
+    chunk = made.models[0].eval()
+    try:
+        with torch.no_grad():
+            positions = torch.arange(batch["tokens"].shape[1], device=model.DEVICE).expand_as(batch["tokens"])
+            return float(chunk(batch["tokens"], positions, None, labels=batch["labels"]).float().mean())
+    finally:
+        chunk.train()
+
+
+def loaded_weights() -> list[float]:
+    """A model that has run takes another's weights: the losses of both. A copy of old weights would show."""
+    configure()
+    source, target = trainer("mok", 1), trainer("mok", 1, seed=2)
+    batch = next(iter(Streams(range(1))))
+    for made in (source, source, target):
+        made.step()
+    before = evaluate(target, batch)
+    target.models[0].load_state_dict(source.models[0].state_dict())
+    return [before, evaluate(source, batch), evaluate(target, batch)]
+
+
+def two_models() -> bool:
+    """Two models of different sizes, step by step in turns: the bits of each alone."""
+    configure()
+    alone = [[made.step() for _ in range(3)] for made in (trainer("mok", 2), trainer("mok", 2, **OTHER))]
+    both = trainer("mok", 2), trainer("mok", 2, **OTHER)
+    turns = [[made.step() for made in both] for _ in range(3)]
+    return [list(steps) for steps in zip(*turns, strict=True)] == alone
+
+
+def host_waits() -> list[str]:
+    """What torch says of host synchronisations inside a MoE layer's forward and backward; needs a GPU."""
+    configure()
+    made = trainer("mok", 1)
+    layer = made.models[0].module.decoder.layers[-1].mlp
+    x = torch.randn(LENGTHS[0], 2, SIZES["hidden_size"], device=model.DEVICE, dtype=torch.bfloat16)
+
+    def step() -> None:
+        out, _ = layer(x.requires_grad_())
+        out.backward(torch.ones_like(out))
+
+    step()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return [f"{w.filename}:{w.lineno}: {w.message}" for w in seen if "synchroniz" in str(w.message)]
+
+
+def one_rank() -> dict[str, Callable[[], Any]]:
+    def on_one(**options: Any) -> Callable[[], Any]:
+        return lambda: train(**dict(dispatcher="mok", steps=SHORT, micro_batches=2) | options)
+
+    cases = {
+        "alltoall": on_one(dispatcher="alltoall", steps=STEPS, micro_batches=RANKS),
+        "mok": on_one(steps=STEPS, micro_batches=RANKS),
+        "mok again": on_one(steps=STEPS, micro_batches=RANKS),
+        "plain": on_one(),
+        "main_grad on": on_one(mok=dict(main_grad="on")),
+        "main_grad off": on_one(mok=dict(main_grad="off")),
+        "save nothing": on_one(mok=dict(save_capacity=0.0)),
+        "save half": on_one(mok=dict(save_capacity=0.5)),
+        "small rings": on_one(mok=dict(ring_rows=1024, minibatch_rows=256)),
+    }
+    for name, options in VARIANTS.items():
+        cases[f"{name}, mok"] = on_one(**options)
+        cases[f"{name}, alltoall"] = on_one(dispatcher="alltoall", **options)
+    cases |= {
+        "evaluation": evaluation_between_steps,
+        "loaded": loaded_weights,
+        "two models": two_models,
+    }
+    if GPU:
+        cases["host waits"] = host_waits
+    return cases
+
+
+# --- cases of four ranks
+
+
+def four_ranks(rank: int) -> dict[str, Callable[[], Any]]:
+    def on_four(ep: int = 4, pp: int = 1, vpp: int | None = None, **options: Any) -> Callable[[], Any]:
+        def case() -> Any:
+            model.layout(ep, pp, vpp)
+            return train(**dict(dispatcher="mok", steps=SHORT // 2 + 1, micro_batches=1) | options)
+
+        return case
+
+    uneven = dict(lengths=(LENGTHS[rank],))  # every rank brings another number of tokens
+    return {
+        "ep4": on_four(steps=STEPS // 2),
+        "ep4 again": on_four(steps=STEPS // 2),
+        "ep4, alltoall": on_four(dispatcher="alltoall"),
+        "ep4, uneven": on_four(**uneven),
+        "ep4, uneven, alltoall": on_four(dispatcher="alltoall", **uneven),
+        "ep4, recompute moe": on_four(**VARIANTS["recompute moe"]),
+        "ep4, overlap_param_gather": on_four(**VARIANTS["overlap_param_gather"]),
+        "ep4, frozen experts": on_four(**VARIANTS["frozen experts"]),
+        "ep4, frozen experts, alltoall": on_four(dispatcher="alltoall", **VARIANTS["frozen experts"]),
+        "ep2": on_four(ep=2, steps=STEPS // 2),
+        "ep2, overlap_param_gather": on_four(ep=2, **VARIANTS["overlap_param_gather"]),
+        "ep2, main_grad off": on_four(ep=2, mok=dict(main_grad="off")),
+        "pp2 with virtual stages": on_four(
+            ep=2, pp=2, vpp=2, num_layers=4, moe_layer_freq=1, micro_batches=2
+        ),
+        "one stage": on_four(ep=2, num_layers=4, moe_layer_freq=1),
+    }
+
+
+# --- the program
+
+
+def join(backend: str, name: str, rank: int, world: int, root: dist.Store) -> None:
+    """Process groups of `world` ranks; Megatron's come with a layout."""
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(name, root),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=90),
+    )
+    model.layout(world)
+
+
+def run(cases: dict[str, Callable[[], Any]], results: dict[str, Any], file: Path) -> None:
+    for name, case in cases.items():
+        began = time.monotonic()
+        try:
+            results[name] = case()
+        except Exception:
+            results[name] = traceback.format_exc()
+        results["seconds"][name] = time.monotonic() - began
+        file.write_text(json.dumps(results))
+        gc.collect()
+
+
+def main() -> None:
+    rank = int(os.environ["RANK"])
+    file = Path(sys.argv[1], f"{rank}.json")
+    results: dict[str, Any] = {"seconds": {}}
+    if GPU:
+        torch.cuda.set_device(0)
+        # Bits repeat only where the rest of the model repeats them. It also fills torch.empty with NaN.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        warnings.filterwarnings("ignore", message=".*deterministic")
+    root = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), RANKS, rank == 0, timedelta(seconds=240)
+    )
+    if rank == 0:
+        join("nccl" if GPU else "gloo", "one", 0, 1, root)
+        run(one_rank(), results, file)
+        runtime.release()
+        model.leave()
+        root.set("alone", "done")
+    root.wait(["alone"])
+    join("gloo", "four", rank, RANKS, root)
+    run(four_ranks(rank), results, file)
+    runtime.release()
+    model.leave()
+    results["ended"] = RANKS
+    file.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

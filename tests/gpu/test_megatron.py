@@ -1,0 +1,215 @@
+"""Megatron-Core models with the kernels: one rank over NCCL, then EP 4 and 2 as processes on one GPU.
+
+All processes are started once and run every case (megatron_ranks); the tests below look at what they left.
+Losses are those of whole training steps in bf16. Alltoall with SequentialMLP is what Megatron has without
+Transformer Engine.
+"""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = 4
+LIMIT_S = 240
+# Loss and relative gradient norm of two bf16 trainings that add in another order, over the steps of a case.
+LOSS, NORM = 6e-3, 4e-2
+ON_ONE = (
+    *(
+        "recompute moe",
+        "recompute full",
+        "overlap_grad_reduce",
+        "distributed optimizer",
+        "overlap_param_gather",
+    ),
+    *("gradients in bf16", "clipping", "mtp", "aux and z loss", "frozen experts", "frozen fc1", "lengths"),
+)
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"),
+    pytest.mark.timeout(LIMIT_S + 60),
+]
+
+
+def start(folder: Path, limit_s: float = LIMIT_S) -> list[dict]:
+    """What each rank saw, by case. AssertionError with its output for a rank that wrote nothing."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    base = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(RANKS),
+        "OMP_NUM_THREADS": "2",
+        "TORCHDYNAMO_DISABLE": "1",  # compiling Megatron's small functions takes longer than all cases
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # repeatable
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    logs = [folder / f"{rank}.log" for rank in range(RANKS)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as out:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.gpu.megatron_ranks", folder],
+                    cwd=ROOT,
+                    env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        end = time.monotonic() + limit_s
+        for process in processes:
+            process.wait(max(end - time.monotonic(), 0))
+    except subprocess.TimeoutExpired:
+        pass  # the cases that were reached still count
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, log in enumerate(logs):
+        assert (folder / f"{rank}.json").exists(), f"rank {rank} wrote nothing:\n{log.read_text()[-3000:]}"
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return start(tmp_path_factory.mktemp("megatron"))
+
+
+def found(results: list[dict], name: str, rank: int = 0):
+    """A case's result. AssertionError with the traceback of a rank where it failed."""
+    result = results[rank].get(name, "not reached")
+    assert not isinstance(result, str), f"rank {rank}, {name}: {result}"
+    return result
+
+
+def on_all(results: list[dict], name: str):
+    """Rank 0's result of a case of four ranks, which must have ended well, with equal losses, on all."""
+    every = [found(results, name, rank) for rank in range(RANKS)]
+    assert all(one["losses"] == every[0]["losses"] for one in every)
+    return every[0]
+
+
+def close(ours: dict, theirs: dict, loss: float = LOSS, norm: float = NORM) -> None:
+    steps = min(len(ours["losses"]), len(theirs["losses"]))
+    pairs = list(zip(ours["losses"], theirs["losses"], strict=False))
+    worst = max(abs(a - b) for a, b in pairs)
+    assert worst <= loss, f"losses differ by {worst:.2g} in {steps} steps: {pairs}"
+    norms = list(zip(ours["norms"], theirs["norms"], strict=False))
+    worst = max(abs(a - b) / b for a, b in norms)
+    assert worst <= norm, f"gradient norms differ by {worst:.2g}: {norms}"
+
+
+def same_bits(ours: dict, theirs: dict) -> bool:
+    return all(ours[key] == theirs[key] for key in ("losses", "norms", "weights"))
+
+
+# --- one rank
+
+
+def test_losses_of_alltoall(results):
+    ours = found(results, "mok")
+    close(ours, found(results, "alltoall"))
+    assert ours["losses"][-1] < ours["losses"][0] - 0.1, "it learns"
+
+
+def test_B42_twice_the_same_bits(results):
+    assert same_bits(found(results, "mok"), found(results, "mok again"))
+
+
+@pytest.mark.parametrize("name", ON_ONE)
+def test_variant_equals_alltoall(results, name):
+    close(found(results, f"{name}, mok"), found(results, f"{name}, alltoall"))
+
+
+@pytest.mark.parametrize("name", ["recompute moe", "recompute full", "overlap_grad_reduce"])
+def test_B39_variants_that_change_no_bit(results, name):
+    assert same_bits(found(results, f"{name}, mok"), found(results, "plain"))
+
+
+@pytest.mark.parametrize("name", ["main_grad on", "save nothing", "save half", "small rings"])
+def test_B07_knobs_change_no_bit(results, name):
+    """B34: auto is on where Megatron's DDP made a main_grad."""
+    assert same_bits(found(results, name), found(results, "plain"))
+
+
+def test_B34_main_grad_off(results):
+    """DDP adds what autograd gives it: gradients rounded to bf16 for each micro-batch."""
+    close(found(results, "main_grad off"), found(results, "plain"))
+
+
+def test_B57_steps_leave_nothing_behind(results):
+    memory = found(results, "mok")["memory"]
+    assert memory[-1] == memory[3], memory
+
+
+def test_B78_evaluation_changes_nothing(results):
+    case = found(results, "evaluation")
+    assert case["losses"]["mixed"] == case["losses"]["plain"] and case["weights"] and case["repeated"]
+    assert max(case["allocated"]) == 0, "no gradient is wanted, so nothing is kept"
+    ours, theirs = case["first"]
+    assert abs(ours - theirs) <= LOSS
+
+
+def test_B37_loaded_weights_are_read(results):
+    before, source, target = found(results, "loaded")
+    assert target == source != before
+
+
+def test_B77_two_models_of_other_sizes(results):
+    assert found(results, "two models")
+
+
+def test_B58_no_host_waits_in_the_layer(results):
+    assert found(results, "host waits") == []
+
+
+# --- four ranks
+
+
+@pytest.mark.parametrize("name", ["ep4", "ep2"])
+def test_expert_parallel_losses_are_those_of_one_rank(results, name):
+    close(on_all(results, name), found(results, "mok"))
+
+
+def test_ep4_equals_alltoall(results):
+    close(on_all(results, "ep4"), on_all(results, "ep4, alltoall"))
+
+
+def test_B42_ep4_twice_the_same_bits(results):
+    for rank in range(RANKS):
+        assert same_bits(found(results, "ep4", rank), found(results, "ep4 again", rank))
+
+
+def test_B05_uneven_tokens(results):
+    close(on_all(results, "ep4, uneven"), on_all(results, "ep4, uneven, alltoall"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ep4, recompute moe", "ep4, overlap_param_gather", "ep2, overlap_param_gather", "ep2, main_grad off"],
+)
+def test_expert_parallel_variants(results, name):
+    close(on_all(results, name), on_all(results, name.split(",")[0]))
+
+
+def test_frozen_experts_with_four_ranks(results):
+    close(on_all(results, "ep4, frozen experts"), on_all(results, "ep4, frozen experts, alltoall"))
+
+
+def test_B74_virtual_pipeline_stages(results):
+    """Several micro-batches of a layer are in flight."""
+    close(on_all(results, "pp2 with virtual stages"), on_all(results, "one stage"))
+
+
+def test_all_ranks_end(results):
+    """Groups were destroyed and made anew between layouts, and at the end."""
+    assert [result.get("ended") for result in results] == [RANKS] * RANKS
