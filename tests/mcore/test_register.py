@@ -244,12 +244,6 @@ def test_flags_of_other_dispatchers_B85(parse: Callable[..., Any], extra: str) -
         parse(*extra.split())
 
 
-@pytest.mark.parametrize("extra", ["--fake-process-group", "--moe-use-upcycling", "--use-torch-fsdp2"])
-def test_refused_arguments_that_are_no_configuration_fields(parse: Callable[..., Any], extra: str) -> None:
-    with pytest.raises(ConfigError, match=extra[2:].replace("-", "_")):
-        parse(extra)
-
-
 def test_without_the_plugin_the_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.training import arguments
 
