@@ -149,13 +149,7 @@ def _check(wrapper: Any) -> None:
         if theirs:
             raise of_peer(rank, *theirs)
     first = min((rank for rank, (layers, _) in told.items() if layers), default=None)
-    report.say(backend, why, aloud=first == _rank())
-
-
-def _rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_initialized() else 0
+    report.say(backend, why, speaker=first)
 
 
 def _tell(wrapper: Any, message: Any) -> dict[int, Any]:
@@ -166,7 +160,7 @@ def _tell(wrapper: Any, message: Any) -> dict[int, Any]:
     """
     import torch.distributed as dist
 
-    told = {_rank(): message}
+    told = {report.rank(): message}
     if dist.is_initialized():
         pipeline = [] if isinstance(wrapper.pp_group, list) else [wrapper.pp_group]  # several: no one order
         for group in (wrapper.ep_group, wrapper.tp_group, wrapper.dp_cp_group, *pipeline):

@@ -65,9 +65,8 @@ class MokExperts:
                 config=settings,
             )
             self.comm = weakref.ref(comm)
-            if report.pending():  # nothing of Megatron's has wrapped this model
-                first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-                report.say(comm.backend, comm.why, aloud=first)
+            if report.pending():  # no DDP of Megatron's has wrapped this model
+                report.say(comm.backend, comm.why, speaker=0)
             aborting = comm.aborting()
         elif self.comm is None or (comm := self.comm()) is None:
             raise RuntimeError("the first forward of a MoE layer must run before torch.compile traces it")

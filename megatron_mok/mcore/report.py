@@ -6,6 +6,8 @@ the layers built since the line before.
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 _built = 0
 
 
@@ -19,9 +21,13 @@ def pending() -> int:
     return _built
 
 
-def say(backend: str, why: str, *, aloud: bool) -> None:
-    """Print the line if this rank is the one to do so (`aloud`); the layers count as said in any case."""
-    if aloud and _built:
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def say(backend: str, why: str, speaker: int | None) -> None:
+    """Print the line on the rank that is to speak; every rank's layers count as said."""
+    if rank() == speaker and _built:
         print(f"megatron_mok: {_built} MoE layers on this rank, {backend} back end ({why})", flush=True)
     forget()
 
