@@ -66,9 +66,9 @@ def main(cases: dict[str, Callable[[Ranks], None]]) -> None:
     dist.destroy_process_group()
 
 
-def run(script: Path, size: int, folder: Path, timeout_s: float) -> list[dict[str, dict]]:
+def run(script: Path, size: int, folder: Path, timeout_s: float, *arguments: str) -> list[dict[str, dict]]:
     """The results of every rank, as far as each came: {case: {error, seconds}}; `exit` holds the exit
-    codes.
+    codes. `arguments` follow main's own.
     """
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -80,7 +80,7 @@ def run(script: Path, size: int, folder: Path, timeout_s: float) -> list[dict[st
     logs = [(folder / f"rank{r}.log").open("w") for r in range(size)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), str(r), str(size), str(folder / "store"), str(outs[r])],
+            [sys.executable, str(script), str(r), str(size), str(folder / "store"), str(outs[r]), *arguments],
             env=environment,
             stdout=logs[r],
             stderr=subprocess.STDOUT,

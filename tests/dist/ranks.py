@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 
 import torch
+import torch.distributed as dist
 
 from megatron_mok import errors, ops, runtime
 from megatron_mok.config import MokConfig
@@ -530,6 +531,50 @@ def never_comes(ranks):
         assert "lost" in str(error)  # a rank that saw a peer's time-out close the connection
     else:
         raise AssertionError("nothing raised although rank 2 did not come")
+    assert time.monotonic() - start < 10
+
+
+# B45's half about SMs that NCCL holds while a kernel wants them needs several GPUs; the order is tested here.
+@case("B45-collectives-and-moe-calls-in-another-order-on-odd-ranks")
+def other_collectives(ranks):
+    """Behind an asynchronous collective everything completes. A rank that waits for one before its MoE call,
+    while the others wait in theirs, ends in the time limit: their error names the phase and a missing rank.
+    """
+    q = problem(tokens=40, experts=8, top_k=2)
+    mine, _ = split(q, [10] * 4, ranks.rank)
+    comm = get(ranks.group, q, 10, MokConfig(timeout_s=2.0))
+    beside, odd = ranks.subgroup(range(4)), ranks.rank % 2
+    want = step(comm, mine, 8)
+
+    def gather(wait):
+        every = list(torch.empty(4, 1))
+        work = dist.all_gather(every, torch.tensor([float(ranks.rank)]), group=beside, async_op=True)
+        return every, work.wait() if wait else work
+
+    if odd:
+        every, work = gather(wait=False)
+        got = step(comm, mine, 8)
+    else:
+        got = step(comm, mine, 8)
+        every, work = gather(wait=False)
+    work.wait()
+    assert [int(value) for value in every] == [0, 1, 2, 3]
+    assert_equal_bits(got, want)
+
+    start = time.monotonic()
+    if odd:
+        gather(wait=True)
+    try:
+        step(comm, mine, 8)
+    except errors.PeerTimeout as error:
+        assert odd or (error.phase == "publication" and error.peer % 2 == 1), error
+        assert f"no answer from rank {error.peer}" in str(error)
+    except errors.PeerAbort as error:
+        assert "lost" in str(error)  # gloo closes the connections of a group in which a wait timed out
+    else:
+        raise AssertionError("nothing raised although the ranks wait for each other")
+    if not odd:
+        gather(wait=True)
     assert time.monotonic() - start < 10
 
 

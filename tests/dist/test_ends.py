@@ -1,0 +1,23 @@
+"""However a job ends, its processes end: no collective call waits for one that has gone (the GPU's half is in
+tests/gpu/test_processes.py)."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.dist import harness
+
+
+@pytest.mark.parametrize("way", ["return", "destroy", "collect on one rank", "exception on one rank"])
+def test_B52_both_ranks_end(way, tmp_path):
+    start = time.monotonic()
+    results = harness.run(Path(__file__).with_name("ends.py"), 2, tmp_path, 60, way)
+    seconds = time.monotonic() - start
+    errors, logs = ([r["exit"]["error"] for r in results], [p.read_text() for p in tmp_path.glob("*.log")])
+    if way != "exception on one rank":
+        assert errors == ["", ""] and all("ended" in log for log in logs)
+    else:
+        assert "OSError: no data left" in errors[1] and "exit code 1" in errors[0]
+        assert "PeerAbort" in errors[0] or "PeerTimeout" in errors[0]
+    assert seconds < 60
