@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUN := $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 ARGS ?=
 
-.PHONY: train test venv lint build gpu-test bench
+.PHONY: train test venv same-python lint build gpu-test bench
 
 train: venv
 	$(BIN)/python tools/train.py $(ARGS)
@@ -13,7 +13,15 @@ train: venv
 test: venv
 	$(BIN)/python -m pytest $(ARGS)
 
-venv: $(VENV)/.installed
+venv: same-python $(VENV)/.installed
+
+# An environment that another Python made is not used in silence.
+WHICH := 'import sys; print(sys.version.split()[0], "in", sys.base_prefix)'
+same-python:
+	@test -z "$(PYTHON)" || test ! -x $(BIN)/python || { \
+	  got=$$("$(PYTHON)" -c $(WHICH)) && made=$$($(BIN)/python -c $(WHICH)) && test "$$got" = "$$made" || { \
+	    echo "PYTHON: got $(PYTHON) ($$got), but $(VENV) was made by $$made; remove $(VENV), or say VENV=another" >&2; \
+	    exit 1; }; }
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt
 	@test -x $(BIN)/python || { python=$$(tools/find-python) && echo "venv: $$python" && "$$python" -m venv $(VENV); }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import re
 import shlex
@@ -45,8 +46,13 @@ CPU = "--distributed-backend gloo --use-cpu-initialization"
 GPU = "--bf16"
 
 
-def command(data: Path, metrics_file: Path, extra: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The torchrun command and its environment for this machine."""
+def command(
+    data: Path, sha256: str, metrics_file: Path, extra: list[str]
+) -> tuple[list[str], dict[str, str]]:
+    """The torchrun command and its environment for this machine.
+
+    sha256: of the text. Megatron's cache of sample indices knows the path of the data set, not what is in it.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = max(n for n in (1, 2, 4, 8) if n <= gpus) if gpus else 4
     flags = model_flags("tiny") + shlex.split(TRAINING)
@@ -55,7 +61,7 @@ def command(data: Path, metrics_file: Path, extra: list[str]) -> tuple[list[str]
     else:
         flags += shlex.split(LOCAL + (GPU if gpus else CPU))
     flags += ["--expert-model-parallel-size", str(ranks), "--moe-token-dispatcher-type", "mok"]
-    flags += ["--data-path", str(data), "--data-cache-path", str(data.parent / "cache")]
+    flags += ["--data-path", str(data), "--data-cache-path", str(data.parent / "cache" / sha256[:16])]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     script = ["-m", "megatron_mok.launch", "examples/pretrain.py", "--metrics-file", str(metrics_file)]
 
@@ -79,6 +85,11 @@ def read(metrics: Path) -> list[dict]:
     return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
+def digits(value: float | None, count: int) -> str:
+    """A figure of a step; a dash where Megatron has none, as without clipping or in a skipped step."""
+    return "-" if value is None else f"{value:.{count}f}"
+
+
 def train(argv: list[str], environment: dict[str, str], metrics: Path, log_file: Path) -> str | None:
     """Run the training and show a line for each logging step; what mok said of its back end, if it ran."""
     backend = None
@@ -94,7 +105,8 @@ def train(argv: list[str], environment: dict[str, str], metrics: Path, log_file:
             if " iteration " in line and "lm loss:" in line and (steps := read(metrics)):
                 now = steps[-1]
                 print(
-                    f"step {now['step']:>4}  loss {now['loss']:.4f}  grad norm {now['grad_norm']:.3f}  "
+                    f"step {now['step']:>4}  loss {digits(now['loss'], 4)}  "
+                    f"grad norm {digits(now['grad_norm'], 3)}  "
                     f"{now['tokens_per_s']:.0f} tokens/s  {now['step_ms']:.0f} ms",
                     flush=True,
                 )
@@ -117,7 +129,7 @@ def plot(steps: list[dict], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    axes.plot([s["step"] for s in steps], [s["loss"] for s in steps])
+    axes.plot([s["step"] for s in steps], [math.nan if s["loss"] is None else s["loss"] for s in steps])
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="tiny model, Python's standard library")
     axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
@@ -132,11 +144,12 @@ def main() -> None:
     run = options.run_dir.resolve()
     run.mkdir(parents=True, exist_ok=True)
     metrics, figure, log = run / "metrics.jsonl", run / "loss.png", run / "log.txt"
-    metrics.unlink(missing_ok=True)
+    for old in (metrics, figure, log):
+        old.unlink(missing_ok=True)
 
     data = ROOT / "runs" / "data" / "stdlib"
     text = prepare(data)
-    argv, environment = command(data, metrics, extra)
+    argv, environment = command(data, text["sha256"], metrics, extra)
     print(f"text: {text['origin']}, {text['files']} files, {text['bytes']} bytes", flush=True)
     backend = train(argv, environment, metrics, log)
 
@@ -150,8 +163,8 @@ def main() -> None:
     print(
         f"\ndispatcher   {used}"
         f"\nback end     {backend or 'Megatron-Core'}"
-        f"\nloss         {first['loss']:.4f} at step {first['step']}"
-        f"\n             {last['loss']:.4f} at step {last['step']}"
+        f"\nloss         {digits(first['loss'], 4)} at step {first['step']}"
+        f"\n             {digits(last['loss'], 4)} at step {last['step']}"
         f"\ntokens/s     {statistics.median(s['tokens_per_s'] for s in settled):.0f} (median)"
         f"\nstep         {statistics.median(s['step_ms'] for s in settled):.0f} ms (median)"
         f"\ntext sha256  {text['sha256']}"

@@ -66,6 +66,35 @@ def test_the_folder_of_the_metrics_is_made_before_training(tmp_path, monkeypatch
         pretrain.record_metrics(tmp_path / "file" / "metrics.jsonl")
 
 
+def test_steps_without_a_figure_are_shown(tmp_path, capsys):
+    """Without clipping Megatron has no gradient norm; a skipped step has no loss."""
+    metrics = tmp_path / "metrics.jsonl"
+    step = {"step": 1, "loss": None, "grad_norm": None, "tokens_per_s": 10.0, "step_ms": 3.0}
+    script = f"open({str(metrics)!r}, 'w').write({json.dumps(step)!r}); print(' iteration 1 | lm loss: 1')"
+    train.train([sys.executable, "-c", script], {}, metrics, tmp_path / "log.txt")
+    assert "loss -  grad norm -  10 tokens/s" in capsys.readouterr().out
+    train.plot([step, {**step, "loss": 2.0}], tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_another_text_has_another_cache(tmp_path):
+    caches = set()
+    for sha256 in ("a" * 64, "b" * 64, "a" * 64):
+        argv, _ = train.command(tmp_path / "set", sha256, tmp_path / "metrics.jsonl", [])
+        caches.add(argv[argv.index("--data-cache-path") + 1])
+    assert len(caches) == 2
+
+
+def test_an_old_run_leaves_nothing_to_be_read(tmp_path, monkeypatch):
+    for name in ("metrics.jsonl", "loss.png", "log.txt"):
+        (tmp_path / name).write_text("old")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--run-dir", str(tmp_path)])
+    monkeypatch.setattr(train, "prepare", lambda data: pytest.fail("no data"))
+    with pytest.raises(pytest.fail.Exception, match="no data"):
+        train.main()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_failing_run_shows_why(tmp_path, capsys):
     script = "print('pretrain.py: error: --no-such-flag'); raise SystemExit(2)"
     log = tmp_path / "log.txt"
