@@ -8,7 +8,6 @@ Legend: S sequence length, B micro-batch, H hidden size, E experts, V vocabulary
 from __future__ import annotations
 
 import datetime
-import gc
 import itertools
 import os
 import zlib
@@ -93,6 +92,24 @@ MLA: dict[str, Any] = dict(
 _layout: tuple[int, int, int | None] | None = None
 _generation = itertools.count()
 _store: dist.Store | None = None
+_groups: dict[tuple[bool, tuple[int, ...]], Any] = {}
+_new_group = parallel_state.create_group
+
+
+def _group_of(ranks: list[int], *args: Any, group_desc: str = "", **kwargs: Any) -> Any:
+    """Megatron's create_group, with one group per set of ranks for all its names, in every layout.
+
+    A layout has 24 names a rank, and each gloo group runs three threads, one of which wakes up a hundred
+    times a second. The experts' groups stay apart from the others: a gradient's all-reduce must not queue up
+    with dispatch.
+    """
+    key = (len(ranks) > 1 and group_desc.startswith("EXPERT"), tuple(ranks))
+    if key not in _groups:
+        _groups[key] = _new_group(ranks, *args, group_desc=group_desc, **kwargs)
+    return _groups[key]
+
+
+parallel_state.create_group = _group_of
 
 
 def layout(ep: int = 4, pp: int = 1, vpp: int | None = None) -> None:
@@ -102,34 +119,32 @@ def layout(ep: int = 4, pp: int = 1, vpp: int | None = None) -> None:
     megatron_mok.runtime.release()  # the next case has other token counts
     if _layout == (ep, pp, vpp):
         return
-    leave()
-    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
-    if _store is None:
-        _store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.PrefixStore(f"layout{next(_generation)}", _store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    if not dist.is_initialized():
+        timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+        if _store is None:
+            _store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.PrefixStore(f"world{next(_generation)}", _store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         expert_model_parallel_size=ep,
         distributed_timeout_minutes=1,
+        create_gloo_process_groups=False,  # they all are
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     _layout = (ep, pp, vpp)
 
 
 def leave() -> None:
-    """Give up the process groups.
-
-    Each gloo group runs threads, which wake up all the time, until its last reference is gone.
-    """
+    """Give up the process groups: gloo closes the connections of one in which a wait has timed out."""
     global _layout
-    if _layout is not None:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-        _layout = None
-        gc.collect()
+    parallel_state.destroy_model_parallel()
+    _groups.clear()
+    dist.destroy_process_group()
+    _layout = None
 
 
 def make_config(
@@ -306,6 +321,7 @@ class Trainer:
                 overlap_param_gather=ddp.get("overlap_param_gather", False),
             ),
             self.models,
+            use_gloo_process_groups=False,
         )
         if ddp.get("overlap_param_gather"):
             sync = [model.start_param_sync for model in self.models]
