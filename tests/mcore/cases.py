@@ -505,7 +505,7 @@ def absent_rank() -> dict[str, Any]:
     except (errors.MokError, MemoryError) as error:
         failure = (type(error).__name__, str(error))
     seconds = time.monotonic() - start
-    # gloo closes the connections of a group in which a wait has timed out: new groups, new layer.
+    # A wait has timed out: new groups, new layer.
     model.leave()
     layout(4)
     layer = make_layer(layer_config())
@@ -647,8 +647,10 @@ def tied_routes(recompute: dict[str, Any]) -> dict[str, Any]:
 
 
 def compiled(fullgraph: bool) -> dict[str, Any]:
-    """B61: torch.compile around the experts (dispatch, GEMMs, combine), two token counts."""
+    """B61: torch.compile around the experts (dispatch, GEMMs, combine), two token counts other than H."""
     import torch._dynamo
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from torch._dynamo.utils import counters
 
     layout(1)
     megatron_mok.configure(megatron_mok.MokConfig(max_tokens=64))
@@ -656,12 +658,14 @@ def compiled(fullgraph: bool) -> dict[str, Any]:
     torch._dynamo.config.disable = False
     os.environ.pop("TORCHDYNAMO_DISABLE", None)
     torch._dynamo.reset()
+    counters.clear()
     run(layer, tokens_of(8), *random_routes(8))  # opens the communicator
     results = []
+    backend = CompileCounterWithBackend("aot_eager")
     try:
         target: Any = layer.experts if fullgraph else layer
-        forward = torch.compile(target.forward, backend="aot_eager", fullgraph=fullgraph, dynamic=True)
-        for count in (32, 64):
+        forward = torch.compile(target.forward, backend=backend, fullgraph=fullgraph, dynamic=True)
+        for count in (24, 64):
             x, (probs, routing) = tokens_of(count, seed=count), random_routes(count, seed=count)
             if fullgraph:
                 from megatron_mok.mcore.dispatcher import mark_routes, top_k
@@ -679,7 +683,12 @@ def compiled(fullgraph: bool) -> dict[str, Any]:
     finally:
         torch._dynamo.config.disable = True
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    return {"equal": results}
+    inside = {str(node.target) for graph in backend.graphs for node in graph.graph.nodes}
+    return {
+        "equal": results,
+        "graphs": counters["stats"]["unique_graphs"],
+        "op_inside": "megatron_mok.moe_forward.default" in inside,
+    }
 
 
 def refused(changes: dict[str, Any], ep: int = 4) -> tuple[str, str] | None:
