@@ -44,11 +44,12 @@ def test_fp32_equals_both_stock_dispatchers_B42(ranks: Any, ep: int) -> None:
 def test_bf16_equals_both_stock_dispatchers_B42(ranks: Any, ep: int) -> None:
     curves = train(ranks, ["mok", "alltoall", "allgather"], 20, ep=ep, bf16=True)
     stock = loss_difference(curves, "alltoall", "allgather", 20)
-    assert loss_difference(curves, "mok", "alltoall", 10) <= 2e-3
-    if ep > 1:  # with one rank the two stock dispatchers do the same
-        assert loss_difference(curves, "mok", "alltoall", 20) <= 2 * stock
-    else:
-        assert loss_difference(curves, "mok", "alltoall", 20) <= 8e-3
+    # At EP 1 the stock two are equal bit for bit and do not tell what the order of sums makes of it: the
+    # bound of the first 10 steps then holds for all 20 (seen: 1e-3, as between the two at EP 2 and 4).
+    assert (stock == 0) == (ep == 1)
+    for name in ("alltoall", "allgather"):
+        assert loss_difference(curves, "mok", name, 10) <= 2e-3
+        assert loss_difference(curves, "mok", name, 20) <= (2 * stock if ep > 1 else 2e-3)
 
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -84,13 +85,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variant_equals_alltoall(ranks: Any, name: str) -> None:
-    """Fewer steps: what could differ shows at once; the expert bias and group limits are part of each."""
+def test_variant_equals_stock_dispatchers(ranks: Any, name: str) -> None:
+    """The expert bias and group limits are part of each that does not say otherwise.
+
+    allgather too where a step is one micro-batch: with more it takes long, and the dispatcher does not see
+    how many there are. Where the stock two themselves part (MTP: 3e-6 once a near tie of the router has gone
+    the other way), twice that is the bound to allgather, as in bf16.
+    """
     options = dict(VARIANTS[name])
-    curves = train(ranks, ["mok", "alltoall"], 6, **options)
+    stock = ["alltoall"] if options.get("micro_batches", 1) > 1 else ["alltoall", "allgather"]
+    curves = train(ranks, ["mok", *stock], 10, **options)
     bf16 = options.get("bf16", False)
-    assert loss_difference(curves, "mok", "alltoall", 6) <= (2e-3 if bf16 else 1e-6)
-    assert norm_difference(curves, "mok", "alltoall", 6) <= (2e-2 if bf16 else 1e-5)
+    for difference, limit in (
+        (loss_difference, 2e-3 if bf16 else 1e-6),
+        (norm_difference, 2e-2 if bf16 else 1e-5),
+    ):
+        assert difference(curves, "mok", "alltoall", 10) <= limit
+        if "allgather" in stock:
+            parted = difference(curves, "alltoall", "allgather", 10)
+            assert difference(curves, "mok", "allgather", 10) <= max(limit, 2 * parted)
 
 
 def test_twice_the_same_bits_B42(ranks: Any) -> None:
