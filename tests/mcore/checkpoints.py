@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import queue
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from model import layout
+
+# Megatron starts a process on each rank for what its writers report, which imports Megatron again: ten
+# seconds in all. A save that is not asynchronous writes in this process, and so needs none.
+filesystem_async._results_queue = queue.Queue()
 
 SEED_OF_RESUMED = 2  # other weights than the saved ones, so that a tensor that is not loaded shows
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 BEFORE, AFTER = 3, 6
-ONE_UNIT = 5e-7  # in the last place of an fp32 loss near 4.9
+ONE_UNIT = 2.0**-21  # in the last place of an fp32 loss between 4 and 8
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,8 @@ ROUTES = [
     ("mok", 4, "mok", 2),
     ("mok", 4, "alltoall", 2),
     ("mok", 4, "mok", 1),
+    ("mok", 4, "alltoall", 1),
+    ("alltoall", 4, "mok", 2),
     ("alltoall", 4, "mok", 1),
     ("mok", 1, "mok", 4),
     ("mok", 1, "alltoall", 2),
@@ -60,10 +62,14 @@ def test_resume_B80_B81(
     optimizer = "moments" if 1 in (saved_ep, ep) and saved_ep != ep else "megatron"
     options = dict(folder=path, optimizer=optimizer, ep=ep, before=BEFORE, after=AFTER)
     got = ranks.run("checkpoints:resume", dispatcher=target, **options)[0]
-    if (source, saved_ep) == (target, ep):
-        assert got == want, "the same dispatcher and layout: the same bits"
+    if source == target:
+        assert got[0] == want[0], "the same weights and dispatcher: the same bits, whatever the layout"
+    # Dispatchers add up a token's experts in different orders: a loss may round the other way.
     assert abs(got[0] - want[0]) <= ONE_UNIT
-    assert got == pytest.approx(want, abs=2e-6)
+    if (source, saved_ep) == (target, ep):
+        assert got == want
+    # Layouts add up an expert's gradient in different orders, too, and each step builds on the last.
+    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= 2 * ONE_UNIT
 
 
 def test_expert_keys_are_megatrons_B80(ranks: Any) -> None:
