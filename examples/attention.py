@@ -98,15 +98,20 @@ def _refuse(*problems: Problem) -> None:
         raise ConfigError(problems, where=WHERE)
 
 
-def serve_mla(config: Any, block_spec: Any, mtp_spec: Any = None) -> bool:
-    """Put SdpaCoreAttention into the specs' layers where Megatron's own cannot serve MLA; whether it did."""
-    if not config.multi_latent_attention or "k_channels" in inspect.signature(DotProductAttention).parameters:
+def serve_mla(config: Any, block_spec: Any, mtp_spec: Any = None, always: bool = False) -> bool:
+    """Put SdpaCoreAttention into the specs' layers where Megatron's own cannot serve MLA; whether it did.
+
+    always: in place of any other core attention too, Transformer Engine's for instance.
+    """
+    able = "k_channels" in inspect.signature(DotProductAttention).parameters
+    if not config.multi_latent_attention or (able and not always):
         return False
     layers = list(block_spec.layer_specs)
     if mtp_spec is not None:
         layers += [layer.submodules.mtp_model_layer for layer in mtp_spec.layer_specs]
     attentions = [layer.submodules.self_attention.submodules for layer in layers]
-    local = [a for a in attentions if a.core_attention in (DotProductAttention, SdpaCoreAttention)]
-    for attention in local:  # layers may share these
+    ours = (DotProductAttention, SdpaCoreAttention)
+    served = [a for a in attentions if always or a.core_attention in ours]
+    for attention in served:  # layers may share these
         attention.core_attention = SdpaCoreAttention
-    return bool(local)
+    return bool(served)

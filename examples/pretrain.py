@@ -4,12 +4,14 @@
         MEGATRON_FLAGS --moe-token-dispatcher-type mok
 
 Nothing below knows the dispatcher: the launcher registers it; without the launcher this is a stock run.
-One flag is added, --metrics-file: a JSON line for each step with its loss, gradient norm and time.
+Two flags are added: --metrics-file, a JSON line for each step with its loss, gradient norm and time; --sdpa,
+torch's core attention for MLA with Transformer Engine's layers too.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import json
 import time
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from attention import serve_mla
 from megatron.core import parallel_state
+from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -71,11 +74,9 @@ def model_provider(
         mtp_spec = get_gpt_mtp_block_spec(
             config, layer_spec, use_transformer_engine=transformer_engine, vp_stage=vp_stage
         )
-    if serve_mla(config, block_spec, mtp_spec):
-        print_rank_0(
-            "attention: MLA on torch's scaled_dot_product_attention (examples/attention.py), "
-            "since Megatron's local DotProductAttention takes one head size"
-        )
+    if serve_mla(config, block_spec, mtp_spec, always=args.sdpa):
+        why = "--sdpa" if args.sdpa else "Megatron's local DotProductAttention takes one head size"
+        print_rank_0(f"attention: MLA on torch's scaled_dot_product_attention (examples/attention.py): {why}")
     return GPTModel(
         config=config,
         transformer_layer_spec=block_spec,
@@ -204,6 +205,7 @@ def record_metrics(path: Path) -> None:
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--metrics-file", type=Path, help="append a JSON line for each step to this file")
+    parser.add_argument("--sdpa", action="store_true", help="MLA on torch's attention in any implementation")
     return parser
 
 
@@ -212,6 +214,9 @@ def main() -> None:
         from megatron_mok.testing import cpu
 
         cpu.install(training=True)
+    # A wheel holds the compiled helper but no Makefile, and make's failure would end the process.
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):
+        dataset_utils.compile_helpers = lambda: None
     args: Namespace = parse_and_validate_args(extra_args_provider=add_arguments)
     if args.metrics_file:
         record_metrics(args.metrics_file)

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Pretraining on one GPU, alltoall against mok: h200_train_ab.json on the standard library's text, bf16, one process.
+#
+#   te          alltoall with TEGroupedMLP in the transformer_engine implementation   h200-train-ab.json
+#   sequential  alltoall with SequentialMLP in the local implementation               h200-train-ab-sequential.json
+#   noise       alltoall with TEGroupedMLP once more, without fused permutation, which adds in another order: what its
+#               losses differ by from those of `te`                                   h200-train-ab-noise.json
+#
+# MLA runs on torch's scaled_dot_product_attention on all sides (examples/attention.py). With Transformer Engine all
+# weight gradients are added to main_grad where they are computed; examples/without_apex stands in for apex in one
+# layer. STEPS=200 is the whole comparison, fewer are a shorter one; PARTS picks parts, `noise` needs `te`.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+: "${STEPS:=200}" "${SEQUENTIAL_STEPS:=$STEPS}" "${PARTS:=te sequential noise}" "${EXPERTS:=32}" "${MICRO_BATCH:=8}"
+: "${SEQ:=4096}" "${MODEL:=benchmarks/h200_train_ab.json}" "${TIMEOUT:=900}" "${PYTHON:=python3}" "${EXTRA:=}"
+: "${RESULTS:=benchmarks/results}" "${REPORTS:=benchmarks/reports}" "${RUNS:=runs/h200-train-ab}"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+mkdir -p "$RESULTS" "$REPORTS" "$RUNS"
+
+"$PYTHON" examples/prepare_data.py --output runs/data/stdlib
+read -ra model <<<"$("$PYTHON" -c 'import sys
+from megatron_mok.bench.training import model_flags
+print(*model_flags(sys.argv[1]))' "$MODEL")"
+read -ra extra <<<"$EXTRA"
+train=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1)
+flags=(examples/pretrain.py "${model[@]}" --num-experts "$EXPERTS"
+    --seq-length "$SEQ" --micro-batch-size "$MICRO_BATCH" --global-batch-size "$MICRO_BATCH"
+    --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --clip-grad 1.0
+    --adam-beta2 0.95 --hidden-dropout 0 --attention-dropout 0 --bf16
+    --eval-iters 0 --eval-interval 1000000 --split 100,0,0 --num-workers 0 --tokenizer-type NullTokenizer
+    --no-create-attention-mask-in-dataloader --distributed-timeout-minutes 10 --no-rope-fusion
+    --data-path runs/data/stdlib --data-cache-path runs/data/cache)
+te=(--transformer-impl transformer_engine --moe-grouped-gemm --sdpa "${extra[@]}")
+sequential=(--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-gradient-accumulation-fusion "${extra[@]}")
+
+compare() { # STEPS NAME FLAGS...
+    local steps=$1 name=$2
+    shift 2
+    "$PYTHON" -m megatron_mok.cli ab --baseline alltoall --steps "$steps" --no-repeat --timeout "$TIMEOUT" \
+        --runs "$RUNS/$name" --json "$RESULTS/$name.json" --plot "$REPORTS/$name.png" \
+        -- "${train[@]}" "${flags[@]}" "$@"
+}
+
+for part in $PARTS; do
+    echo "== $part"
+    case $part in
+    te) PYTHONPATH=examples/without_apex:$PYTHONPATH \
+        compare "$STEPS" h200-train-ab "${te[@]}" --moe-permute-fusion ;;
+    sequential) compare "$SEQUENTIAL_STEPS" h200-train-ab-sequential "${sequential[@]}" ;;
+    noise)
+        metrics=$RUNS/noise.jsonl
+        rm -f "$metrics"
+        PYTHONPATH=examples/without_apex:$PYTHONPATH timeout "$TIMEOUT" "${train[@]}" -m megatron_mok.launch \
+            "${flags[@]}" "${te[@]}" --moe-token-dispatcher-type alltoall --train-iters "$STEPS" \
+            --log-interval 1 --metrics-file "$metrics" >"$RUNS/noise.log" 2>&1 || { tail -30 "$RUNS/noise.log"; exit 1; }
+        "$PYTHON" - "$metrics" "$RESULTS" <<'PYTHON'
+import json, sys
+from pathlib import Path
+
+rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
+folder = Path(sys.argv[2])
+pair = json.loads((folder / "h200-train-ab.json").read_text())
+other = {"losses": [row["loss"] for row in rows], "grad_norms": [row["grad_norm"] for row in rows]}
+
+
+def differences(side):
+    losses = zip(side["losses"], other["losses"], strict=True)
+    norms = zip(side["grad_norms"], other["grad_norms"], strict=True)
+    return {
+        "max_abs_loss_diff": max(abs(x - y) for x, y in losses),
+        "max_relative_grad_norm_diff": max(abs(x - y) / y for x, y in norms),
+    }
+
+
+result = other | {"from_alltoall": differences(pair["a"]), "from_mok": differences(pair["b"])}
+(folder / "h200-train-ab-noise.json").write_text(json.dumps(result, indent=1) + "\n")
+print("alltoall in another order, from alltoall:", result["from_alltoall"], "from mok:", result["from_mok"])
+PYTHON
+        ;;
+    *) echo "PARTS: got $part, need te, sequential, noise" >&2 && exit 2 ;;
+    esac
+done

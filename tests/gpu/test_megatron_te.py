@@ -1,0 +1,130 @@
+"""Our experts on Transformer Engine's grouped linear layers, against Megatron's own TEGroupedMLP.
+
+One process (megatron_te) runs every case; the tests below look at what it left.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 150
+# bf16 trainings that add in another order: loss and relative gradient norm over the steps of a case.
+LOSS, NORM = 6e-3, 4e-2
+# Relative error of one gradient of a whole model and of one layer: bf16 keeps eight bits.
+MODEL, LAYER = 3e-2, 1.5e-2
+
+
+def reason_to_skip() -> str | None:
+    for module, name in (("megatron", "Megatron-Core"), ("transformer_engine", "Transformer Engine")):
+        if importlib.util.find_spec(module) is None:
+            return f"{name} is not installed"
+    return None
+
+
+pytestmark = [
+    pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip())),
+    pytest.mark.timeout(LIMIT_S + 30),
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("te")
+    file, log = folder / "results.json", folder / "log"
+    environment = os.environ | {
+        "TORCHDYNAMO_DISABLE": "1",  # compiling small functions takes longer than all cases
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    with log.open("w") as out:
+        try:
+            subprocess.run(
+                [sys.executable, "-m", "tests.gpu.megatron_te", file],
+                cwd=ROOT,
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=LIMIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            pass  # the cases that were reached still count
+    assert file.exists(), f"no case ended:\n{log.read_text()[-3000:]}"
+    return json.loads(file.read_text())
+
+
+def found(results: dict, name: str):
+    result = results.get(name, "not reached: the process ended before")
+    assert not isinstance(result, str), f"{name}: {result}"
+    return result
+
+
+def close(results: dict, name: str, other: str) -> None:
+    ours, theirs = found(results, name), found(results, other)
+    assert ours["experts"] == ["MokTEGroupedMLP"] and theirs["experts"] == ["TEGroupedMLP"]
+    losses = list(zip(ours["losses"], theirs["losses"], strict=True))
+    assert max(abs(a - b) for a, b in losses) <= LOSS, losses
+    norms = list(zip(ours["norms"], theirs["norms"], strict=True))
+    assert max(abs(a - b) / b for a, b in norms) <= NORM, norms
+
+
+def test_a_layer_without_ddp(results):
+    """Output, dx and the gradient of every expert's weights."""
+    errors = found(results, "layer")
+    assert len(errors) == 2 + 2 * 16 + 2 * ("shared_experts.linear_fc1.weight" in errors)
+    assert max(errors.values()) <= LAYER, errors
+
+
+@pytest.mark.parametrize("name", ["gradients", "whole, gradients"])
+def test_B34_gradients_are_added_to_main_grad(results, name):
+    """With gradient_accumulation_fusion, over two micro-batches; by Transformer Engine on the other side."""
+    case = found(results, name)
+    assert case["added"] and case["weights"] == 2 * 2 * 16, "two MoE layers of 16 experts"
+    assert max(case["errors"].values()) <= MODEL, case["errors"]
+    assert abs(case["losses"][0] - case["losses"][1]) <= LOSS
+
+
+def test_parameters_and_states_keep_their_names(results):
+    case = found(results, "gradients")
+    expected = [f"linear_fc{fc}.weight{i}" for fc in (1, 2) for i in range(16)]
+    assert case["names"] == sorted(expected)
+    assert case["same_names"] and case["same_state"] and case["same_sharded"]
+
+
+def test_weights_of_alltoall_load(results):
+    theirs, ours = found(results, "loaded")
+    assert abs(ours - theirs) <= LOSS
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("experts", "experts, fused", "experts, overlap_param_gather"),
+        *("whole", "whole, fused", "whole, recompute moe"),
+    ],
+)
+def test_losses_of_alltoall(results, name):
+    """`experts`: TEGroupedMLP in the local implementation; `whole`: the transformer_engine implementation."""
+    close(results, f"{name}, mok", f"{name}, alltoall")
+
+
+def test_main_grad_on(results):
+    ours, auto = found(results, "main_grad on"), found(results, "experts, fused, mok")
+    assert (
+        ours["losses"] == auto["losses"]
+        or max(abs(a - b) for a, b in zip(ours["losses"], auto["losses"], strict=True)) <= LOSS
+    )
+
+
+def test_B57_steps_leave_nothing_behind(results):
+    memory = found(results, "experts, fused, mok")["memory"]
+    assert memory[-1] == memory[3], memory
+
+
+def test_the_process_ends(results):
+    assert results.get("ended")
