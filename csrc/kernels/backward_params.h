@@ -4,13 +4,14 @@
 
 #include <cuda.h>
 
+#include "kernels/tensor_map.h"
 #include "layout/workspace.h"
 
 namespace mok {
 
 struct BackwardParams {
-  CUtensorMap dy_map, x_map, dh_map, act_map;  // rings, [ring rows, columns]; all boxes are 64 rows x 64 columns
-  CUtensorMap w1_map, w2_map;                  // (K or N, row, expert), as in ForwardParams
+  CUtensorMap dy_map, x_map, dh_map, act_map;  // rings, [ring rows, columns]; all boxes are 64 rows x 128 bytes
+  ExpertTensors w1, w2, dw1, dw2;              // dw1, dw2 where they are wanted
   const char *dy, *x;                          // this rank's rows, read in place
   uint64_t peers[MOK_MAX_RANKS];               // symmetric regions
   char* local;
@@ -32,8 +33,6 @@ struct BackwardParams {
   float act_limit;
   uint32_t layer;
   uint64_t timeout_ns;
-  uint32_t w1_expert[MOK_MAX_LOCAL_EXPERTS], w2_expert[MOK_MAX_LOCAL_EXPERTS];  // expert coordinates
-  uint64_t dw1[MOK_MAX_LOCAL_EXPERTS], dw2[MOK_MAX_LOCAL_EXPERTS];
 };
 
 }  // namespace mok

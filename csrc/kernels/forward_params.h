@@ -4,13 +4,14 @@
 
 #include <cuda.h>
 
+#include "kernels/tensor_map.h"
 #include "layout/workspace.h"
 
 namespace mok {
 
 struct ForwardParams {
-  CUtensorMap x_map;            // x ring [ring rows, H], boxes of 64 rows x 64 columns
-  CUtensorMap w1_map, w2_map;   // (K, row, expert): the expert coordinate is its distance from the first tensor, in w*_unit
+  CUtensorMap x_map, act_map;   // rings [ring rows, H or I], boxes of 64 rows x 64 columns
+  ExpertTensors w1, w2;
   const char* x;                // this rank's rows, read in place
   uint64_t peers[MOK_MAX_RANKS];  // symmetric regions
   char* local;
@@ -29,7 +30,6 @@ struct ForwardParams {
   float act_limit;
   uint32_t layer;
   uint64_t timeout_ns;
-  uint32_t w1_expert[MOK_MAX_LOCAL_EXPERTS], w2_expert[MOK_MAX_LOCAL_EXPERTS];  // expert coordinates
 };
 
 }  // namespace mok

@@ -116,12 +116,24 @@ struct GranuleShare {
 
 // The backward goes by segments: up to `segment_units` consecutive units of one expert, whose rows a weight gradient sums in one turn;
 // and by batches: consecutive whole segments of up to `batch_blocks` row blocks, at least one. Order of tickets in round b: h again where
-// it was not saved (batch b), dx (b-1), d_act (b), weight gradients (b-1). A ring of four times segment_units or batch_blocks
+// it was not saved (batch b), d_act (b), dx (b-1), and among all of these, evenly, the weight gradients (b-1). These are bound by
+// memory, the others by arithmetic: side by side they hide each other. A ring of four times segment_units or batch_blocks
 // holds batches b-1 and b whole; batch b needs slots that b-2 had, whose tickets are lower: no ticket waits for a higher one.
 MOK_HD int segment_rows(int expert_rows, int rows_before, int segment_units) {
   const int left = expert_rows - rows_before, most = segment_units * kUnitRows;
   return left < most ? left : most;
 }
+
+// Ticket t of first + second ones, where those of the second kind are dealt evenly among the first: which kind, and its number there.
+struct Interleave {
+  bool second;
+  int index;
+  static MOK_HD Interleave make(int t, int first, int second) {
+    const int64_t all = int64_t(first) + second;
+    const int before = int(t * int64_t(second) / all), after = int((t + 1) * int64_t(second) / all);
+    return {after > before, after > before ? before : t - before};
+  }
+};
 
 // Tile t of `rows` x `columns` tiles, in bands of eight rows, so that neighbouring tickets share both operands.
 struct BandedTile {

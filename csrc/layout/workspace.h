@@ -28,7 +28,6 @@ struct Control {
   uint32_t arrived[6];   // grid barriers of the publishing launch, in turn
   uint32_t ticket;
   uint32_t finished;     // CTAs of the main kernel whose pushes are complete
-  uint32_t left;         // CTAs of the main kernel that have ended
   uint32_t backward_arrived, backward_ticket, backward_finished, backward_left;  // the backward leaves them at zero itself
 };
 
@@ -128,7 +127,6 @@ struct LocalLayout {
     s.act_done = take(s.max_blocks * 2 * 4);
     s.y_done = take(s.max_blocks * 2 * 4);
     s.x_ring = take(int64_t(sizes.ring_blocks) * kBlockRows * p.hidden * 2);
-    // Act is kept as the images that GEMM 2 loads: per block and 64 columns, 128 rows of 128 swizzled bytes.
     s.act_ring = take(int64_t(sizes.act_blocks) * kBlockRows * p.intermediate * 2);
     s.bytes = at;
 

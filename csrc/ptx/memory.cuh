@@ -83,8 +83,8 @@ __device__ __forceinline__ void fence_mbarrier_init_cluster() {
 __device__ __forceinline__ void mbarrier_expect_tx(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+__device__ __forceinline__ void mbarrier_arrive(uint32_t bar, uint32_t count = 1) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
 // A counter in shared memory, for waits that may be more than one phase behind (an mbarrier's parity is ambiguous there).
 __device__ __forceinline__ void store_release_cta(uint32_t addr, uint32_t v) {
@@ -105,10 +105,10 @@ __device__ __forceinline__ uint32_t map_to_cta(uint32_t addr, uint32_t cta) {
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t mapped) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapped) : "memory");
 }
-// Orders nothing: for telling that shared memory has been read by completed wgmmas. (A release at cluster scope costs a
+// Orders nothing: for telling that shared memory has been read by completed wgmmas or bulk copies. (A release at cluster scope costs a
 // MEMBAR.GPU, a quarter of the main loop's rate when every warp issues one each k-step.)
-__device__ __forceinline__ void mbarrier_arrive_relaxed_cluster(uint32_t mapped) {
-  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapped) : "memory");
+__device__ __forceinline__ void mbarrier_arrive_relaxed_cluster(uint32_t mapped, uint32_t count = 1) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(mapped), "r"(count) : "memory");
 }
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
   uint32_t ok;
@@ -154,15 +154,6 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
 __device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void bulk_add_f32(void* dst, uint32_t src, uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void bulk_add_bf16(void* dst, uint32_t src, uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.bf16 [%0], [%1], %2;" ::"l"(dst), "r"(src),
-               "r"(bytes)
-               : "memory");
-}
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int N>
 __device__ __forceinline__ void bulk_wait() {  // writes complete and visible to this thread
@@ -189,16 +180,29 @@ __device__ __forceinline__ void tensor_load_2d_multicast(uint32_t dst, const voi
       : "memory");
 }
 // Lands at the same offset in every CTA of `mask` and completes on the same barrier there.
-__device__ __forceinline__ void tensor_load_3d_multicast(uint32_t dst, const void* map, int c0, int c1, int c2, uint32_t bar,
+// `expert`: two coordinates, as in layout/places.h.
+__device__ __forceinline__ void tensor_load_4d_multicast(uint32_t dst, const void* map, int c0, int c1, uint64_t expert, uint32_t bar,
                                                          uint16_t mask) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], "
-      "[%2], %6;" ::"r"(dst),
-      "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "h"(mask)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, "
+      "%6}], [%2], %7;" ::"r"(dst),
+      "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(uint32_t(expert)), "r"(uint32_t(expert >> 32)), "h"(mask)
       : "memory");
 }
-__device__ __forceinline__ void bulk_prefetch_l2(const void* src, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+// Stores and reductions of a box, clipped at the tensor's ends; committed and awaited as bulk copies are.
+__device__ __forceinline__ void tensor_store_2d(const void* map, int c0, int c1, uint32_t src) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(src), "r"(c0), "r"(c1)
+               : "memory");
+}
+__device__ __forceinline__ void tensor_store_4d(const void* map, int c0, int c1, uint64_t expert, uint32_t src) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(src), "r"(c0),
+               "r"(c1), "r"(uint32_t(expert)), "r"(uint32_t(expert >> 32))
+               : "memory");
+}
+__device__ __forceinline__ void tensor_add_4d(const void* map, int c0, int c1, uint64_t expert, uint32_t src) {
+  asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(src),
+               "r"(c0), "r"(c1), "r"(uint32_t(expert)), "r"(uint32_t(expert >> 32))
+               : "memory");
 }
 __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -208,6 +212,15 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
 __device__ __forceinline__ void store_matrix_x4(uint32_t addr, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_v4(uint32_t addr) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared_v2(uint32_t addr, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(addr), "f"(a), "f"(b) : "memory");
 }
 
 template <int N>

@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kThreads, 2) schedule_kernel(const __grid_cons
   if (threadIdx.x == 0 &&
       ptx::fetch_add_acq_rel_gpu(&control->arrived[kArrivedLeave], 1) == gridDim.x - 1) {
     for (int i = 0; i < kArrivals; ++i) control->arrived[i] = 0;
-    control->ticket = control->finished = control->left = 0;
+    control->ticket = control->finished = 0;
     control->call = call;  // every CTA has read it
   }
 }

@@ -105,5 +105,14 @@ __device__ __forceinline__ bool grid_barrier(const WaitContext& w, uint32_t* cou
   return ok;
 }
 
+// Every CTA of this rank calls it, with all threads, behind a barrier; the last one writes the stamp to this rank's word (of `words`) at
+// every peer, a thread a peer: a release at system scope takes too long for one after the other.
+__device__ __forceinline__ void arrive_and_tell_peers(const WaitContext& w, uint32_t* counter, uint64_t (Flags::*words)[MOK_MAX_RANKS],
+                                                      uint64_t expected) {
+  const bool last = __syncthreads_or(threadIdx.x == 0 && ptx::fetch_add_acq_rel_sys(counter, 1) == gridDim.x - 1);
+  if (last && int(threadIdx.x) < w.ranks && !workspace_dead(w))
+    ptx::store_release_sys(&(reinterpret_cast<Flags*>(w.peers[threadIdx.x])->*words)[w.rank], expected);
+}
+
 }  // namespace mok
 #endif  // MEGATRON_MOK_SYNC_WAIT_CUH_

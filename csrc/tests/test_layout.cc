@@ -3,6 +3,7 @@
 #include <set>
 #include <utility>
 
+#include "layout/places.h"
 #include "layout/workspace.h"
 #include "tests/harness.h"
 
@@ -142,4 +143,27 @@ TEST(stamps_differ_where_anything_differs) {
         CHECK(word != 0 && stamp_call(word) == call, call, kind, layer);
         CHECK(seen.insert(word).second, call, kind, layer);
       }
+}
+
+TEST(places_of_experts_anywhere_in_memory) {
+  Random random(11);
+  for (int i = 0; i < 20000; ++i) {
+    const int experts = int(random.in(1, 64));
+    const uint64_t alignment = uint64_t(random.of({16, 32, 128, 256, 512, 1 << 20}));
+    const int64_t range = random.of({1 << 24, int64_t(1) << 36, int64_t(1) << 47});  // an address has 47 bits
+    std::vector<uint64_t> tensors;
+    for (int e = 0; e < experts; ++e) tensors.push_back(uint64_t(random.in(0, range - 1)) / alignment * alignment);
+    const Places places = Places::make(tensors.data(), experts, experts, 0);
+    CHECK(places.aligned && places.far_stride() < uint64_t(1) << 40 && places.near_stride() % 16 == 0, places.shift);
+    for (int e = 0; e < experts; ++e) {
+      CHECK(places.address(e) == tensors[e], e, tensors[e], places.address(e));
+      const uint64_t near = places.at[e] & 0xffffffffu, far = places.at[e] >> 32;
+      CHECK(near < places.near_count && near < uint64_t(1) << 31 && far < places.far_count, near, far);
+    }
+    tensors[random.in(0, experts - 1)] += 8;
+    CHECK(!Places::make(tensors.data(), experts, experts, 0).aligned);
+    const uint64_t stacked[1] = {uint64_t(random.in(0, range - 1)) / 16 * 16}, bytes = 16 * uint64_t(random.in(1, 1 << 24));
+    const Places each = Places::make(stacked, 1, experts, bytes);
+    for (int e = 0; e < experts; ++e) CHECK(each.address(e) == stacked[0] + e * bytes, e);
+  }
 }

@@ -1,5 +1,6 @@
 // The order of work: every tile once, and no ticket waits for a higher one.
 #include <algorithm>
+#include <cstdlib>
 
 #include "layout/workspace.h"
 #include "tests/harness.h"
@@ -162,4 +163,22 @@ TEST(granules_of_a_unit_are_shared_by_two_ctas) {
     CHECK((a.count + b.count - 1) * kGranuleRows < rows && rows <= (a.count + b.count) * kGranuleRows, rows);
     CHECK(a.count >= b.count && a.count - b.count <= 1 && a.count <= 2, rows);
   }
+}
+
+TEST(interleaved_tickets_are_each_dealt_once_in_order_and_evenly) {
+  Random random(12);
+  for (int i = 0; i < 20000; ++i) {
+    const int first = int(random.of({0, 1, random.in(0, 50), random.in(0, 500)}));
+    const int second = int(random.of({0, 1, random.in(0, 50), random.in(0, 500)}));
+    int next[2] = {0, 0};
+    for (int t = 0; t < first + second; ++t) {
+      const Interleave ticket = Interleave::make(t, first, second);
+      CHECK(ticket.index == next[ticket.second]++, t, ticket.index);
+      // At any time either kind is within one of its share.
+      CHECK(std::abs(int64_t(next[1]) * (first + second) - int64_t(t + 1) * second) < first + second, t, next[1]);
+    }
+    CHECK(next[0] == first && next[1] == second, next[0], next[1]);
+  }
+  const int most = 1 << 30;  // no overflow
+  CHECK(Interleave::make(most - 1, most / 2, most / 2).index == most / 2 - 1);
 }

@@ -5,8 +5,8 @@
 //   kDw1, kDw2  dW1 = dh^T x, dW2 = dy^T act, K running over the segment's rows
 // in one launch. Roles and pipeline as in the forward (pipeline.cuh); order of tickets and why it cannot deadlock: layout/schedule.h.
 //
-// dh is kept as [rows][I/128][gate 128 | up 128], so that one tile of d_act leaves whole 512-byte pieces; the K steps of dx and the
-// row tiles of dW1 follow that order. Rows of x and dy that pad a granule are zeros, so they add nothing to a weight gradient.
+// dh is kept as [rows][I/128][gate 128 | up 128], so that a tile of d_act stores neighbouring boxes; the K steps of dx and the row tiles of
+// dW1 follow that order. Rows of x and dy that pad a granule are zeros, so they add nothing to a weight gradient.
 // Legend: T tokens, K experts a token, H hidden, I intermediate, L local experts; unit, block, granule, group: constants.h.
 #include <cuda_bf16.h>
 
@@ -19,6 +19,7 @@ namespace mok::sm90 {
 namespace {
 
 enum Phase { kRecompute, kDAct, kDx, kDw1, kDw2 };
+constexpr int kHBytes = kGroupRows * 2 * kTileI * 2;  // a group of 8 rows by 128 columns of I: gate and up
 constexpr int kFirstSegment = 1, kLastSegment = 2;  // bits of TileInfo::segment
 
 // A batch of segments (layout/schedule.h), known to a whole warp; what differs by segment stands in the segment's lane.
@@ -122,9 +123,7 @@ struct Kernel {
       ptx::fence_proxy_async_global();  // peers read both by bulk copies
     }
     __syncthreads();
-    if (threadIdx.x == 0 && ptx::fetch_add_acq_rel_sys(&wait.control->backward_arrived, 1) == gridDim.x - 1 && !workspace_dead(wait))
-      for (int r = 0; r < p.ranks; ++r)
-        ptx::store_release_sys(&reinterpret_cast<Flags*>(p.peers[r])->published[p.rank], expected);
+    arrive_and_tell_peers(wait, &wait.control->backward_arrived, &Flags::published, expected);
     if (int(threadIdx.x) < p.ranks)
       wait_stamp(wait, MOK_PHASE_PUBLISH, &wait.flags->published[threadIdx.x], threadIdx.x, expected);
     __syncthreads();
@@ -222,7 +221,10 @@ struct Kernel {
         current = Batch::after(current, p);
       }
       if (ticket != ~0u && (current.units > 0 || previous.units > 0)) {
-        int t = int(ticket - base);
+        const int again_tiles = current.again * h_tiles(), dact_tiles = current.units * act_tiles();
+        const Interleave turn = Interleave::make(int(ticket - base), again_tiles + dact_tiles + previous.units * dx_tiles(),
+                                                 previous.segments * dw_tiles);
+        int t = turn.index;
         const auto unit_tile = [&](int phase, const Batch& batch, int first, int units, int columns) {
           const QuadTile tile = QuadTile::make(t, units, columns);
           const int block = __ldg(blob(p.blob.unit) + batch.unit + first + tile.unit);
@@ -230,19 +232,7 @@ struct Kernel {
                   batch.index, 0};
           return first + tile.unit >= batch.units - batch.again;  // is its h computed again?
         };
-        if (t < current.again * h_tiles()) {
-          unit_tile(kRecompute, current, current.units - current.again, current.again, h_tiles());
-          await_granules(MOK_PHASE_GEMM1, o.x_ready, info.block, info.rows, kGranuleRows);
-        } else if ((t -= current.again * h_tiles()) < previous.units * dx_tiles()) {
-          unit_tile(kDx, previous, 0, previous.units, dx_tiles());
-          if (!p.want_dw1) await_x(info);
-          await_granules(MOK_PHASE_GEMM2, o.dact_done, info.block, info.rows, act_tiles());
-        } else if ((t -= previous.units * dx_tiles()) < current.units * act_tiles()) {
-          const bool again = unit_tile(kDAct, current, 0, current.units, act_tiles());
-          await_granules(MOK_PHASE_GEMM1, o.dy_ready, info.block, info.rows, kGranuleRows);
-          if (again) await_granules(MOK_PHASE_GEMM1, o.h_done, info.block, info.rows, h_tiles());
-        } else {
-          t -= current.units * act_tiles();
+        if (turn.second) {
           const int j = t / dw_tiles;
           t -= j * dw_tiles;
           const bool dw1 = t < dw1_tiles();
@@ -260,6 +250,18 @@ struct Kernel {
           const bool shares = !(first && last) && (j > 0 ? follows_turn : after_turn);
           if ((!first || shares) && threadIdx.x % 32 == 0)
             wait_count(wait, MOK_PHASE_GEMM2, counter(o.segment_stored) + segment - 1, stores_of_segment());
+        } else if (t < again_tiles) {
+          unit_tile(kRecompute, current, current.units - current.again, current.again, h_tiles());
+          await_granules(MOK_PHASE_GEMM1, o.x_ready, info.block, info.rows, kGranuleRows);
+        } else if ((t -= again_tiles) < dact_tiles) {
+          const bool again = unit_tile(kDAct, current, 0, current.units, act_tiles());
+          await_granules(MOK_PHASE_GEMM1, o.dy_ready, info.block, info.rows, kGranuleRows);
+          if (again) await_granules(MOK_PHASE_GEMM1, o.h_done, info.block, info.rows, h_tiles());
+        } else {
+          t -= dact_tiles;
+          unit_tile(kDx, previous, 0, previous.units, dx_tiles());
+          if (!p.want_dw1) await_x(info);
+          await_granules(MOK_PHASE_GEMM2, o.dact_done, info.block, info.rows, act_tiles());
         }
       }
       announce_tile(s, i, info);
@@ -270,15 +272,15 @@ struct Kernel {
   struct Work {
     GranuleShare share;
     int steps;
-    int uses;        // of the staging buffer, by each warpgroup that has rows
+    int parts;       // of the output, of each warpgroup that has rows
     int output_row;  // weight gradients: first row of this CTA's 128
     int column;      // first output column
   };
   __device__ Work work(const TileInfo& tile) const {
     Work w{GranuleShare::make(tile.rows, cta), p.hidden / kTileK, 0, 0, tile.n * kTileN};
     switch (tile.phase) {
-      case kDAct: w.uses = 2 + (tile.n * 2 + 1 < h_tiles()); break;  // dh of one or two tiles of I, act
-      case kDx: w.steps = p.intermediate * 2 / kTileK, w.uses = 1; break;
+      case kDAct: w.parts = 2 + (tile.n * 2 + 1 < h_tiles()); break;  // dh of one or two tiles of I, act
+      case kDx: w.steps = p.intermediate * 2 / kTileK, w.parts = 1; break;
       case kDw1:
       case kDw2: {
         const bool dw1 = tile.phase == kDw1;
@@ -287,8 +289,8 @@ struct Kernel {
         w.column = (tile.n & 0xffff) * kTileN;
         w.share = {0, dw1 || w.output_row < p.hidden ? 2 : 0};
         w.steps = ceil_div(tile.rows, kGranuleRows);
-        // 256 columns of bf16, or 128 of fp32 at a time; what is only written in fp32 leaves from registers.
-        w.uses = !is_fp32(tile) ? (tile.segment & kLastSegment ? 1 : 0) : adds(tile) ? 2 : 0;
+        // 256 columns of bf16, or 128 of fp32 at a time; sums between the turns of a bf16 one leave from registers.
+        w.parts = is_fp32(tile) ? 2 : tile.segment & kLastSegment ? 1 : 0;
         break;
       }
     }
@@ -317,7 +319,7 @@ struct Kernel {
       const Work w = work(tile);
       const uint32_t bytes = w.share.count * kBoxBytes + 2 * kBHalfBytes;
       const int column = w.column + cta * (kTileN / 2);  // of this CTA's half of B
-      const int expert1 = p.w1_expert[tile.expert], expert2 = p.w2_expert[tile.expert];
+      const uint64_t expert1 = p.w1.places.at[tile.expert], expert2 = p.w2.places.at[tile.expert];
       const CUtensorMap* a_map = tile.phase == kRecompute ? &p.x_map
                                  : tile.phase == kDAct || tile.phase == kDw2 ? &p.dy_map
                                                                              : &p.dh_map;
@@ -345,15 +347,15 @@ struct Kernel {
           const uint32_t to = b + j * kBoxBytes;
           switch (tile.phase) {
             case kRecompute:
-              ptx::tensor_load_3d_multicast(to, &p.w1_map, k * kTileK, tile.n * kTileI + cta * p.intermediate + j * kTileK, expert1,
+              ptx::tensor_load_4d_multicast(to, &p.w1.map, k * kTileK, tile.n * kTileI + cta * p.intermediate + j * kTileK, expert1,
                                             full, 3);
               break;
             case kDAct:
-              ptx::tensor_load_3d_multicast(to, &p.w2_map, column + j * kTileK, k * kTileK, expert2, full, 3);
+              ptx::tensor_load_4d_multicast(to, &p.w2.map, column + j * kTileK, k * kTileK, expert2, full, 3);
               break;
             case kDx: {
               const int w1_row = k / 4 * kTileI + (k & 2 ? p.intermediate : 0) + (k & 1) * kTileK;
-              ptx::tensor_load_3d_multicast(to, &p.w1_map, column + j * kTileK, w1_row, expert1, full, 3);
+              ptx::tensor_load_4d_multicast(to, &p.w1.map, column + j * kTileK, w1_row, expert1, full, 3);
               break;
             }
             case kDw1: ptx::tensor_load_2d_multicast(to, &p.x_map, column + j * kTileK, k_row, full, 3); break;
@@ -363,82 +365,93 @@ struct Kernel {
         if (cta == 0 && k == claim_step) ptx::mbarrier_arrive(ptx::smem(&s.claim));
         at.next();
       }
+      const int h_pieces = tile.phase == kDAct ? 2 * (w.parts - 1) : 0;
+      for (int piece = 0; piece < h_pieces; ++piece) load_h(tile, w.share, at, piece);
+      leave_stages(s, at, output_slots(w.parts) - h_pieces);
     }
+  }
+
+  // The h that a piece of d_act's output comes from, into that piece's place in the ring: groups of 8 rows by 128 columns of I.
+  __device__ __forceinline__ void load_h(const TileInfo& tile, const GranuleShare& share, StageCursor& at, int piece) const {
+    const uint32_t full = ptx::smem(&s.full[at.stage]), to = ptx::smem(s.stages[at.stage]);
+    const int granule = share.first + piece % 2, tile_of_i = tile.n * 2 + piece / 2;
+    const int rows = piece % 2 < share.count ? min(tile.rows - granule * kGranuleRows, kGranuleRows) : 0;
+    const int groups = ceil_div(rows, kGroupRows);
+    const int block = tile.block + granule / 2, row = granule % 2 * kGranuleRows;
+    const int group = __ldg(blob(p.blob.group_start) + tile.expert) +
+                      ((tile.block - __ldg(blob(p.blob.block_start) + tile.expert)) * kBlockRows + granule * kGranuleRows) / kGroupRows;
+    ptx::mbarrier_wait(ptx::smem(&s.empty[at.stage]), at.parity ^ 1);
+    ptx::mbarrier_expect_tx(full, groups * kHBytes);
+    for (int g = 0; g < groups; ++g) {
+      const void* from = group + g < p.save_groups ? static_cast<const void*>(p.h + (int64_t(group + g) * h_tiles() + tile_of_i) * kHBytes)
+                                                   : ring_h(block, row + g * kGroupRows, tile_of_i);
+      ptx::bulk_load(to + g * kHBytes, from, kHBytes, full);
+    }
+    at.next();
   }
 
   // ---- store warp ----
   __device__ void store_tiles() const {
     const auto& o = p.offsets.backward;
     const int lane = threadIdx.x % 32;
-    const uint32_t staging = ptx::smem(s.staging), full = ptx::smem(&s.staging_full), released = ptx::smem(&s.staging_released);
-    uint32_t use = 0;
+    Outbox out(s, cta);
     TileInfo tile;
     for (int i = 0; next_tile(s, i, tile); ++i) {
       saw_tile(s, i);
       const Work w = work(tile);
       const bool weight_gradient = tile.phase >= kDw1;
       const bool add = weight_gradient && adds(tile), fp32 = is_fp32(tile);
-      if (w.uses > 0) {
-        for (int g = w.share.first; g < w.share.first + w.share.count; ++g) {
-          for (int part = 0; part < w.uses; ++part, ++use) {
-            char* target[2];
-            uint32_t bytes;
+      out.pass(w.steps);
+      const int slots = output_slots(w.parts);
+      for (int piece = 0; piece < 2 * w.parts; ++piece) {
+        const int part = piece / 2, g = w.share.first + piece % 2;
+        if (piece % 2 >= w.share.count) {
+          if (piece < slots) out.pass(1);
+          continue;
+        }
+        const int row = ring_row(tile.block, g);
+        char* target[2] = {};  // of a lane's rows of dx
+        if (tile.phase == kDx && p.needs & MOK_NEED_DX) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const int row = r * 32 + lane;
-              const int padded = tile.block * kBlockRows + g * kGranuleRows + row;
-              const int64_t ring = ring_row(tile.block, g) + row;
-              if (tile.phase == kDAct) {
-                const bool act = part == w.uses - 1;
-                const int width = act ? min(kTileN, p.intermediate - w.column) : kTileN;
-                bytes = width * 2;
-                target[r] = act ? local<char>(o.act_ring) + (ring * p.intermediate + w.column) * 2
-                                : local<char>(o.dh_ring) + (ring * p.intermediate + (tile.n * 2 + part) * kTileI) * 4;
-              } else if (tile.phase == kDx) {
-                const int src = __ldg(blob(p.blob.src) + padded), slot = __ldg(blob(p.blob.slot) + padded);
-                bytes = min(kTileN, p.hidden - w.column) * 2;
-                target[r] = src < 0 || !(p.needs & MOK_NEED_DX)
-                                ? nullptr
-                                : reinterpret_cast<char*>(p.peers[src]) + p.symmetric.slots +
-                                      (int64_t(slot) * p.hidden + w.column) * 2;
-              } else {
-                const bool dw1 = tile.phase == kDw1;
-                const int columns = dw1 ? p.hidden : p.intermediate, column = w.column + part * (kTileN / 2);
-                const int width = min(fp32 ? kTileN / 2 : kTileN, columns - column), element = fp32 ? 4 : 2;
-                bytes = width * element;
-                target[r] = width <= 0 ? nullptr
-                                       : reinterpret_cast<char*>(dw1 ? p.dw1[tile.expert] : p.dw2[tile.expert]) +
-                                             (int64_t(w.output_row + g * kGranuleRows + row) * columns + column) * element;
-              }
-            }
-            ptx::mbarrier_wait(full, use & 1);
-            if (add) ptx::fence_proxy_async_global();
+          for (int r = 0; r < 2; ++r) {
+            const int padded = tile.block * kBlockRows + g * kGranuleRows + r * 32 + lane;
+            const int src = __ldg(blob(p.blob.src) + padded), slot = __ldg(blob(p.blob.slot) + padded);
+            if (src >= 0) target[r] = reinterpret_cast<char*>(p.peers[src]) + p.symmetric.slots + (int64_t(slot) * p.hidden + w.column) * 2;
+          }
+        }
+        const uint32_t from = out.wait(piece, slots);
+        if (tile.phase == kDx) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              if (!target[r]) continue;
-              const uint32_t from = staging + (r * 32 + lane) * kStagingPitch;
-              if (!add)
-                ptx::bulk_store(target[r], from, bytes);
-              else if (fp32)
-                ptx::bulk_add_f32(target[r], from, bytes);
-              else
-                ptx::bulk_add_bf16(target[r], from, bytes);
-            }
-            ptx::bulk_commit();
-            ptx::bulk_wait_read<0>();
-            __syncwarp();  // no lane runs ahead: a parity tells two neighbouring uses apart, no more
-            if (lane == 0) ptx::store_release_cta(released, use + 1);
+          for (int r = 0; r < 2; ++r)
+            if (target[r]) ptx::bulk_store(target[r], from + (r * 32 + lane) * kPitch, min(kTileN, p.hidden - w.column) * 2);
+        } else if (lane == 0 && tile.phase == kDAct) {
+          const bool act = part + 1 == w.parts;
+          const CUtensorMap* map = act ? &p.act_map : &p.dh_map;
+          const int column = act ? w.column : (tile.n * 2 + part) * kTileN, columns = act ? p.intermediate : 2 * p.intermediate;
+          for (int i = 0; i < 4 && column + i * kTileK < columns; ++i)
+            ptx::tensor_store_2d(map, column + i * kTileK, row, from + i * kBoxBytes);
+        } else if (lane == 0) {
+          const bool dw1 = tile.phase == kDw1;
+          const ExpertTensors& gradient = dw1 ? p.dw1 : p.dw2;
+          const uint64_t expert = gradient.places.at[tile.expert];
+          const int columns = dw1 ? p.hidden : p.intermediate, output_row = w.output_row + g * kGranuleRows;
+          const int width = fp32 ? kTileK / 2 : kTileK, column = w.column + part * 4 * width;  // of an image
+          if (add) ptx::fence_proxy_async_global();
+          for (int i = 0; i < 4 && column + i * width < columns; ++i) {
+            if (add)
+              ptx::tensor_add_4d(&gradient.map, column + i * width, output_row, expert, from + i * kBoxBytes);
+            else
+              ptx::tensor_store_4d(&gradient.map, column + i * width, output_row, expert, from + i * kBoxBytes);
           }
-          // Reductions are awaited tile by tile: left to pile up they slow the loads of the next tiles (C: 4.8 -> 5.3 ms).
-          if (add && g + 1 == w.share.first + w.share.count) ptx::bulk_wait<0>();
-          const bool turn = weight_gradient && is_turn(tile);
-          if (tile.phase == kDAct || turn) {
-            ptx::bulk_wait<0>();
-            __syncwarp();
-            if (lane == 0)
-              ptx::add_release_gpu(turn ? counter(o.segment_stored) + (tile.segment >> 2) : counter(o.dact_done) + tile.block * 2 + g,
-                                   1);
-          }
+        }
+        out.give_back(piece, slots);
+        if (part + 1 < w.parts) continue;
+        const bool turn = weight_gradient && is_turn(tile);
+        if (tile.phase == kDAct || turn) {
+          ptx::bulk_wait<0>();
+          __syncwarp();
+          if (lane == 0)
+            ptx::add_release_gpu(turn ? counter(o.segment_stored) + (tile.segment >> 2) : counter(o.dact_done) + tile.block * 2 + g, 1);
         }
       }
     }
@@ -452,14 +465,14 @@ struct Kernel {
     const auto& o = p.offsets.backward;
     const int group = threadIdx.x / 128 - 1;  // consumer warpgroup
     const StageRelease release(s, cta);
-    uint32_t uses = 0;  // of the staging buffer, by both warpgroups
+    uint32_t uses = 0;  // of the staging buffer
     StageCursor at;
     TileInfo tile;
     float d[128];
     for (int i = 0; next_tile(s, i, tile); ++i) {
       const Work w = work(tile);
-      const uint32_t use = uses + group * w.uses;
-      uses += w.share.count * w.uses;
+      Output out(s, at, release, output_slots(w.parts), uses);
+      uses += w.share.count == 2 && w.parts > 0;
       if (group >= w.share.count) {
         skip_stages(s, at, w.steps, release);
       } else {
@@ -469,74 +482,84 @@ struct Kernel {
             multiply<false, false>(d, s, at, w.steps, group, release);
             keep_h(d, tile, granule);
           } else {
-            prefetch_h(tile, granule);
             multiply<false, true>(d, s, at, w.steps, group, release);
-            finish_dact<kAct>(d, tile, granule, use, w.uses);
+            finish_dact<kAct>(d, tile, granule, out, w.parts);
           }
         } else if (tile.phase == kDx) {
           if (tile.n == 0 && (p.needs & MOK_NEED_DP)) push_dp(tile, granule);
           multiply<false, true>(d, s, at, w.steps, group, release);
-          stage_bf16(d, use);
+          write_rows(d, out, group);
         } else {
           multiply<true, true>(d, s, at, w.steps, group, release);
           if (!is_fp32(tile) && !(tile.segment & kFirstSegment)) add_turns(d, tile, w, group);
-          if (w.uses == 0)
-            write_fp32(d, tile, w, group);
+          if (w.parts == 0)
+            store_turn(d, tile, w, group);
           else if (is_fp32(tile))
-            stage_fp32(d, use);
+            write_fp32_images(d, out, group);
           else
-            stage_bf16(d, use);
+            write_images(d, out, group);
         }
       }
+      out.close();
       // This CTA's loads of the tile are complete: they are, before their stages are full.
       if (tile.phase >= kDx && threadIdx.x == 128)
         ptx::add_relaxed_gpu(counter(o.batch_read) + tile.batch, 1);
     }
   }
 
-  __device__ __forceinline__ void stage_bf16(const float (&d)[128], uint32_t use) const {
-    await_staging(s, use);
-    const uint32_t to = ptx::smem(s.staging) + matrix_row() * kStagingPitch + matrix_column() * 16;
+  __device__ __forceinline__ void write_rows(const float (&d)[128], Output& out, int piece) const {
+    const uint32_t to = out.open(piece) + matrix_row() * kPitch + matrix_column() * 16;
 #pragma unroll
     for (int j = 0; j < 32; j += 2)
       ptx::store_matrix_x4(to + j * 16, pack_bf16(d[4 * j], d[4 * j + 1]), pack_bf16(d[4 * j + 2], d[4 * j + 3]),
                            pack_bf16(d[4 * j + 4], d[4 * j + 5]), pack_bf16(d[4 * j + 6], d[4 * j + 7]));
-    hand_over_staging(s);
+    out.hand_over();
   }
 
-  // An fp32 weight gradient that is added to leaves in bulk reductions. (Tried: red.v2.f32 from registers, and a load and a store
-  // there: 10 to 30% slower.)
-  __device__ __forceinline__ void stage_fp32(const float (&d)[128], uint32_t use) const {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    char* to = s.staging + (warp * 16 + lane / 4) * kStagingPitch + lane % 4 * 8;
+  // Four images of 64 columns.
+  __device__ __forceinline__ void write_images(const float (&d)[128], Output& out, int piece) const {
+    const uint32_t to = out.open(piece);
+#pragma unroll
+    for (int j = 0; j < 32; j += 2)
+      ptx::store_matrix_x4(to + image_offset(j), pack_bf16(d[4 * j], d[4 * j + 1]), pack_bf16(d[4 * j + 2], d[4 * j + 3]),
+                           pack_bf16(d[4 * j + 4], d[4 * j + 5]), pack_bf16(d[4 * j + 6], d[4 * j + 7]));
+    out.hand_over();
+  }
+
+  // 128 columns a part, in four images of 32. Odd rows write column j ^ 2 where even ones write j: so four neighbouring rows, whose
+  // swizzles come in pairs, meet no bank twice.
+  __device__ __forceinline__ void write_fp32_images(const float (&d)[128], Output& out, int group) const {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, r = lane / 4;
+    const bool odd = r & 1;
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      await_staging(s, use + part);
+      const uint32_t to = out.open(part * 2 + group) + (warp * 16 + r) * 128 + lane % 2 * 8;
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
-        const int a = (part * 16 + j) * 4;
-        *reinterpret_cast<float2*>(to + j * 32) = make_float2(d[a], d[a + 1]);
-        *reinterpret_cast<float2*>(to + 8 * kStagingPitch + j * 32) = make_float2(d[a + 2], d[a + 3]);
+        const int a = (part * 16 + j) * 4, b = (part * 16 + (j ^ 2)) * 4;
+        const int chunk = (odd ? j ^ 2 : j) % 4 * 2 + lane % 4 / 2;
+        const uint32_t at = to + j / 4 * kBoxBytes + ((chunk ^ r) << 4);
+        ptx::store_shared_v2(at, odd ? d[b] : d[a], odd ? d[b + 1] : d[a + 1]);
+        ptx::store_shared_v2(at + 8 * 128, odd ? d[b + 2] : d[a + 2], odd ? d[b + 3] : d[a + 3]);
       }
-      hand_over_staging(s);
+      out.hand_over();
     }
   }
 
-  // This thread's first element in a 64 x 256 tile of an fp32 weight gradient, or of the sums between the turns of a bf16 one; its
-  // others are 8 rows and 8 columns apart.
-  __device__ float* fp32_tile(const TileInfo& tile, const Work& w, int group) const {
+  // This thread's first element in a 64 x 256 tile of the fp32 sums between the turns of a bf16 weight gradient; its others are 8 rows
+  // and 8 columns apart.
+  __device__ float* turns(const TileInfo& tile, const Work& w, int group) const {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const bool dw1 = tile.phase == kDw1;
     const int64_t columns = dw1 ? p.hidden : p.intermediate;
-    float* base = is_fp32(tile) ? reinterpret_cast<float*>(dw1 ? p.dw1[tile.expert] : p.dw2[tile.expert])
-                                : local<float>(p.offsets.backward.turns) + (dw1 ? 0 : int64_t(2) * p.intermediate * p.hidden);
-    return base + (w.output_row + group * kGranuleRows + warp * 16 + lane / 4) * columns + w.column + lane % 4 * 2;
+    return local<float>(p.offsets.backward.turns) + (dw1 ? 0 : int64_t(2) * p.intermediate * p.hidden) +
+           (w.output_row + group * kGranuleRows + warp * 16 + lane / 4) * columns + w.column + lane % 4 * 2;
   }
 
   // Adds what the turns before have summed.
   __device__ __forceinline__ void add_turns(float (&d)[128], const TileInfo& tile, const Work& w, int group) const {
     const int64_t columns = tile.phase == kDw1 ? p.hidden : p.intermediate;
-    const float* from = fp32_tile(tile, w, group);
+    const float* from = turns(tile, w, group);
 #pragma unroll
     for (int j = 0; j < 32; ++j) {
       if (w.column + j * 8 >= columns) break;
@@ -550,20 +573,17 @@ struct Kernel {
   }
 
   // Straight from registers: a warp's instruction covers 8 rows x 32 bytes, whole sectors.
-  __device__ __forceinline__ void write_fp32(const float (&d)[128], const TileInfo& tile, const Work& w, int group) const {
+  __device__ __forceinline__ void store_turn(const float (&d)[128], const TileInfo& tile, const Work& w, int group) const {
     const int64_t columns = tile.phase == kDw1 ? p.hidden : p.intermediate;
-    float *to = fp32_tile(tile, w, group), *to8 = to + 8 * columns;
+    float *to = turns(tile, w, group), *to8 = to + 8 * columns;
 #pragma unroll
     for (int j = 0; j < 32; ++j) {
       if (w.column + j * 8 >= columns) break;
       *reinterpret_cast<float2*>(to + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
       *reinterpret_cast<float2*>(to8 + 8 * j) = make_float2(d[4 * j + 2], d[4 * j + 3]);
     }
-    if (is_turn(tile)) {
-      ptx::fence_proxy_async_global();  // a later turn may add by bulk reductions
-      ptx::named_barrier(1 + group, 128);
-      if (threadIdx.x % 128 == 0) ptx::add_release_gpu(counter(p.offsets.backward.segment_stored) + (tile.segment >> 2), 1);
-    }
+    ptx::named_barrier(1 + group, 128);
+    if (threadIdx.x % 128 == 0) ptx::add_release_gpu(counter(p.offsets.backward.segment_stored) + (tile.segment >> 2), 1);
   }
 
   // Where the h of a group of 8 rows and a tile of 128 columns of I lies: 8 vectors of 32 lanes x 16 bytes.
@@ -589,95 +609,69 @@ struct Kernel {
       to0[v * 32] = make_uint4(a[0], a[1], a[2], a[3]);
       to1[v * 32] = make_uint4(b[0], b[1], b[2], b[3]);
     }
+    ptx::fence_proxy_async_global();  // d_act loads it by bulk copies
     ptx::named_barrier(threadIdx.x / 128, 128);
     if (threadIdx.x % 128 == 0) ptx::add_release_gpu(counter(p.offsets.backward.h_done) + tile.block * 2 + granule, 1);
   }
 
-  // The saved h of a granule into the L2, while its tile is multiplied: sixteen pieces of 4 KiB.
-  __device__ __forceinline__ void prefetch_h(const TileInfo& tile, int granule) const {
-    const int t = threadIdx.x % 128, g = t / 2, tile_of_i = tile.n * 2 + t % 2;
-    if (t >= 16 || g * kGroupRows >= tile.rows - granule * kGranuleRows || tile_of_i >= h_tiles()) return;
-    const int group = __ldg(blob(p.blob.group_start) + tile.expert) +
-                      ((tile.block - __ldg(blob(p.blob.block_start) + tile.expert)) * kBlockRows + granule * kGranuleRows) / kGroupRows + g;
-    if (group < p.save_groups) ptx::bulk_prefetch_l2(p.h + (int64_t(group) * h_tiles() + tile_of_i) * 4096, 4096);
-  }
-
   template <MokActivation kAct>
-  __device__ __forceinline__ void finish_dact(float (&d)[128], const TileInfo& tile, int granule, uint32_t use, int parts) const {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  __device__ __forceinline__ void finish_dact(const float (&d)[128], const TileInfo& tile, int granule, Output& out, int parts) const {
+    const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int valid = min(tile.rows - granule * kGranuleRows, kGranuleRows);
     const int r0 = warp * 16 + lane / 4;
-    const bool ok0 = r0 < valid, ok1 = r0 + 8 < valid;
+    const bool ok[2] = {r0 < valid, r0 + 8 < valid};
     const int padded = tile.block * kBlockRows + granule * kGranuleRows + r0;
-    const float p0 = __int_as_float(__ldg(blob(p.blob.prob) + padded)), p1 = __int_as_float(__ldg(blob(p.blob.prob) + padded + 8));
-    const int group = __ldg(blob(p.blob.group_start) + tile.expert) +
-                      ((tile.block - __ldg(blob(p.blob.block_start) + tile.expert)) * kBlockRows + granule * kGranuleRows + warp * 16) /
-                          kGroupRows;
-    const int block = tile.block + granule / 2, row = granule % 2 * kGranuleRows + warp * 16;
-    auto source = [&](int g, int tile_of_i) {  // g: 0 for r0's group of rows, 1 for the next
-      const uint4* saved = reinterpret_cast<const uint4*>(p.h) + (int64_t(group + g) * h_tiles() + tile_of_i) * 256;
-      return (group + g < p.save_groups ? saved : ring_h(block, row + g * 8, tile_of_i)) + lane;
-    };
-    const bool any0 = warp * 16 < valid, any1 = warp * 16 + 8 < valid;  // groups past the end were never written
-    float dp0 = 0.f, dp1 = 0.f;
+    const int* probs = blob(p.blob.prob) + padded;
+    const float prob[2] = {__int_as_float(__ldg(probs)), __int_as_float(__ldg(probs + 8))};
+    float dp[2] = {};
     uint32_t act[2][32];  // [row][pair of columns]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int tile_of_i = tile.n * 2 + half;
-      const bool exists = tile_of_i < h_tiles();
-      const uint4 *from0 = source(0, tile_of_i), *from1 = source(1, tile_of_i);
-      const uint4 none = make_uint4(0, 0, 0, 0);
+      if (half == 1 && parts == 2) {  // I ends within this tile
+#pragma unroll
+        for (int j = 16; j < 32; ++j) act[0][j] = act[1][j] = 0;
+        break;
+      }
+      const uint32_t piece = out.open(half * 2 + group);
       uint32_t dgate[2][16], dup[2][16];
 #pragma unroll
-      for (int v = 0; v < 4; ++v) {
-        const uint4 g0 = exists && any0 ? __ldcg(from0 + v * 32) : none, u0 = exists && any0 ? __ldcg(from0 + (v + 4) * 32) : none;
-        const uint4 g1 = exists && any1 ? __ldcg(from1 + v * 32) : none, u1 = exists && any1 ? __ldcg(from1 + (v + 4) * 32) : none;
-        const uint32_t gate[2][4] = {{g0.x, g0.y, g0.z, g0.w}, {g1.x, g1.y, g1.z, g1.w}};
-        const uint32_t up[2][4] = {{u0.x, u0.y, u0.z, u0.w}, {u1.x, u1.y, u1.z, u1.w}};
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t from = piece + (warp * 2 + r) * kHBytes + lane * 16;  // stale where the row is padding
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int j = 4 * v + i, a = (half * 16 + j) * 4;
+        for (int v = 0; v < 4; ++v) {
+          const uint4 g4 = ptx::load_shared_v4(from + v * 512), u4 = ptx::load_shared_v4(from + (v + 4) * 512);
+          const uint32_t gate[4] = {g4.x, g4.y, g4.z, g4.w}, up[4] = {u4.x, u4.y, u4.z, u4.w};
 #pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float2 g = unpack_bf16(gate[r][i]), u = unpack_bf16(up[r][i]);
-            const float prob = r == 0 ? p0 : p1;
-            const bool ok = r == 0 ? ok0 : ok1;
-            const float da = d[a + 2 * r], db = d[a + 2 * r + 1];
+          for (int i = 0; i < 4; ++i) {
+            const int j = 4 * v + i, a = (half * 16 + j) * 4 + 2 * r;
+            const float2 g = unpack_bf16(gate[i]), u = unpack_bf16(up[i]);
             const ActivationGradient x = activate_backward<kAct>(g.x, u.x, p.act_limit), y = activate_backward<kAct>(g.y, u.y, p.act_limit);
-            (r == 0 ? dp0 : dp1) += ok ? x.activation * da + y.activation * db : 0.f;
-            dgate[r][j] = ok ? pack_bf16(x.gate * da * prob, y.gate * db * prob) : 0u;
-            dup[r][j] = ok ? pack_bf16(x.up * da * prob, y.up * db * prob) : 0u;
-            act[r][half * 16 + j] = ok ? pack_bf16(x.activation * prob, y.activation * prob) : 0u;
+            dp[r] += ok[r] ? x.activation * d[a] + y.activation * d[a + 1] : 0.f;
+            dgate[r][j] = ok[r] ? pack_bf16(x.gate * d[a] * prob[r], y.gate * d[a + 1] * prob[r]) : 0u;
+            dup[r][j] = ok[r] ? pack_bf16(x.up * d[a] * prob[r], y.up * d[a + 1] * prob[r]) : 0u;
+            act[r][half * 16 + j] = ok[r] ? pack_bf16(x.activation * prob[r], y.activation * prob[r]) : 0u;
           }
         }
       }
-      if (half < parts - 1) {
-        await_staging(s, use + half);
-        const uint32_t to = ptx::smem(s.staging) + matrix_row() * kStagingPitch + matrix_column() * 16;
+      ptx::named_barrier(1 + group, 128);  // all of h has been read
 #pragma unroll
-        for (int j = 0; j < 16; j += 2) {
-          ptx::store_matrix_x4(to + j * 16, dgate[0][j], dgate[1][j], dgate[0][j + 1], dgate[1][j + 1]);
-          ptx::store_matrix_x4(to + 256 + j * 16, dup[0][j], dup[1][j], dup[0][j + 1], dup[1][j + 1]);
-        }
-        hand_over_staging(s);
+      for (int j = 0; j < 16; j += 2) {
+        ptx::store_matrix_x4(piece + image_offset(j), dgate[0][j], dgate[1][j], dgate[0][j + 1], dgate[1][j + 1]);
+        ptx::store_matrix_x4(piece + image_offset(16 + j), dup[0][j], dup[1][j], dup[0][j + 1], dup[1][j + 1]);
       }
+      out.hand_over();
     }
     // This tile's part of the router gradient: columns in order within a lane, then the four lanes of a row.
 #pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      dp0 += __shfl_xor_sync(~0u, dp0, step);
-      dp1 += __shfl_xor_sync(~0u, dp1, step);
-    }
-    if (lane % 4 == 0) {
-      float* parts_of_row = local<float>(p.offsets.backward.dp_parts) + int64_t(padded) * act_tiles() + tile.n;
-      parts_of_row[0] = dp0;
-      parts_of_row[int64_t(8) * act_tiles()] = dp1;
-    }
-    await_staging(s, use + parts - 1);
-    const uint32_t to = ptx::smem(s.staging) + matrix_row() * kStagingPitch + matrix_column() * 16;
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
-    for (int j = 0; j < 32; j += 2) ptx::store_matrix_x4(to + j * 16, act[0][j], act[1][j], act[0][j + 1], act[1][j + 1]);
-    hand_over_staging(s);
+      for (int step = 1; step < 4; step *= 2) dp[r] += __shfl_xor_sync(~0u, dp[r], step);
+      if (lane % 4 == 0) local<float>(p.offsets.backward.dp_parts)[int64_t(padded + 8 * r) * act_tiles() + tile.n] = dp[r];
+    }
+    const uint32_t to = out.open((parts - 1) * 2 + group);
+#pragma unroll
+    for (int j = 0; j < 32; j += 2) ptx::store_matrix_x4(to + image_offset(j), act[0][j], act[1][j], act[0][j + 1], act[1][j + 1]);
+    out.hand_over();
   }
 
   // dp of this granule's rows: parts in the order of their tiles, to the rows' owners.
@@ -716,8 +710,8 @@ struct Kernel {
         for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < bytes / 16; i += int64_t(gridDim.x) * kThreads)
           to[i] = make_uint4(0, 0, 0, 0);
       };
-      if (p.want_dw1) clear(p.dw1[e], 2 * elements * (p.dw1_fp32 ? 4 : 2));
-      if (p.want_dw2) clear(p.dw2[e], elements * (p.dw2_fp32 ? 4 : 2));
+      if (p.want_dw1) clear(p.dw1.places.address(e), 2 * elements * (p.dw1_fp32 ? 4 : 2));
+      if (p.want_dw2) clear(p.dw2.places.address(e), elements * (p.dw2_fp32 ? 4 : 2));
     }
   }
 };
@@ -739,8 +733,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) backwar
     init_barriers(s);
     ptx::prefetch_tensor_map(&p.dy_map);
     ptx::prefetch_tensor_map(&p.x_map);
-    ptx::prefetch_tensor_map(&p.w1_map);
-    ptx::prefetch_tensor_map(&p.w2_map);
+    ptx::prefetch_tensor_map(&p.w1.map);
+    ptx::prefetch_tensor_map(&p.w2.map);
   }
   // What padding rows are filled with, before the staging buffer has its own use.
   for (int i = threadIdx.x; i < kPullChunk / 16; i += kThreads) reinterpret_cast<uint4*>(s.staging)[i] = make_uint4(0, 0, 0, 0);
@@ -772,8 +766,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) backwar
     ptx::set_max_registers_down<168>();
   }
   // The cluster barrier also was this CTA's: its pushes are complete.
-  if (!p.accumulate && !workspace_dead(kernel.wait)) kernel.clear_empty_experts();
-  if (finish_call(kernel.wait, &control->backward_finished, expected)) kernel.collect();
+  if (finish_call(kernel.wait, &control->backward_finished, expected)) {
+    kernel.collect();
+    if (!p.accumulate) kernel.clear_empty_experts();
+  }
   if (threadIdx.x == 0 && ptx::fetch_add_acq_rel_gpu(&control->backward_left, 1) == gridDim.x - 1) {
     control->backward_arrived = control->backward_ticket = control->backward_finished = control->backward_left = 0;
     control->call = call;
@@ -786,11 +782,6 @@ int launch(const BackwardParams& p, int ctas, cudaStream_t stream) {
   if (error != cudaSuccess) return fail_cuda(error, "backward kernel: shared memory");
   backward_kernel<kAct><<<ctas, kThreads, sizeof(Smem), stream>>>(p);
   return check_launch("backward kernel");
-}
-
-// Pointers of all experts, from one stacked tensor or one each.
-void spread(uint64_t* to, const uint64_t* tensors, int count, int experts, int64_t bytes) {
-  for (int e = 0; e < experts; ++e) to[e] = count == 1 ? tensors[0] + e * bytes : tensors[e];
 }
 
 }  // namespace
@@ -831,8 +822,6 @@ int launch_backward(const MokBackwardArgs& args, cudaStream_t stream) {
   p.dw1_fp32 = args.dw1_is_fp32;
   p.dw2_fp32 = args.dw2_is_fp32;
   p.accumulate = args.accumulate;
-  if (p.want_dw1) spread(p.dw1, args.dw1, args.num_dw1, local_experts, 2 * intermediate * hidden * (p.dw1_fp32 ? 4 : 2));
-  if (p.want_dw2) spread(p.dw2, args.dw2, args.num_dw2, local_experts, intermediate * hidden * (p.dw2_fp32 ? 4 : 2));
   const int ctas = sizes.num_sms / 2 * 2;
   p.comm_ctas = args.comm_sms > 0 ? args.comm_sms : default_comm_ctas(problem, ctas);
   if (p.comm_ctas % 2 != 0 || p.comm_ctas >= ctas)
@@ -851,11 +840,17 @@ int launch_backward(const MokBackwardArgs& args, cudaStream_t stream) {
   if (status == MOK_OK) status = ring(&p.dh_map, o.dh_ring, 2 * intermediate, "dh ring");
   if (status == MOK_OK) status = ring(&p.act_map, o.act_ring, intermediate, "act ring");
   if (status == MOK_OK)
-    status = encode_experts_map(&p.w1_map, p.w1_expert, args.w1, args.num_w, local_experts, hidden, 2 * intermediate,
+    status = encode_experts(&p.w1, args.w1, args.num_w, local_experts, hidden, 2 * intermediate,
                                 kGranuleRows, "w1");
   if (status == MOK_OK)
-    status = encode_experts_map(&p.w2_map, p.w2_expert, args.w2, args.num_w, local_experts, intermediate, hidden, kGranuleRows,
+    status = encode_experts(&p.w2, args.w2, args.num_w, local_experts, intermediate, hidden, kGranuleRows,
                                 "w2");
+  if (status == MOK_OK && p.want_dw1)
+    status = encode_experts(&p.dw1, args.dw1, args.num_dw1, local_experts, hidden, 2 * intermediate,
+                                kGranuleRows, "dw1", p.dw1_fp32);
+  if (status == MOK_OK && p.want_dw2)
+    status = encode_experts(&p.dw2, args.dw2, args.num_dw2, local_experts, intermediate, hidden, kGranuleRows,
+                                "dw2", p.dw2_fp32);
   if (status != MOK_OK) return status;
   switch (args.activation) {
     case MOK_ACT_SWIGLU: return launch<MOK_ACT_SWIGLU>(p, ctas, stream);

@@ -105,10 +105,12 @@ struct Kernel {
     }
   }
 
+  // Ring positions of a tile's output (pipeline.cuh): both pieces of act fit into the staging buffer.
+  __device__ static int slots(const TileInfo& tile) { return tile.phase == kGemm1 ? 0 : output_slots(1); }
+
   // ---- producer: one thread ----
   __device__ void load_tiles() const {
     StageCursor at;
-    const char* act_ring = local<char>(p.offsets.act_ring);
     TileInfo tile;
     for (int i = 0; next_tile(s, i, tile); ++i) {
       await_store_warp(s, i);
@@ -118,16 +120,15 @@ struct Kernel {
       const uint32_t bytes = share.count * kBoxBytes + 2 * kBHalfBytes;
       // Gate rows come from CTA 0, up rows from CTA 1; in GEMM 2 the two halves of the 256 columns.
       const int w_row = tile.phase == kGemm1 ? tile.n * kTileI + cta * p.intermediate : tile.n * kTileN + cta * (kTileN / 2);
-      const int w_expert = tile.phase == kGemm1 ? p.w1_expert[tile.expert] : p.w2_expert[tile.expert];
-      const CUtensorMap* w_map = tile.phase == kGemm1 ? &p.w1_map : &p.w2_map;
+      const ExpertTensors& w = tile.phase == kGemm1 ? p.w1 : p.w2;
+      const uint64_t expert = w.places.at[tile.expert];
+      const CUtensorMap* a_map = tile.phase == kGemm1 ? &p.x_map : &p.act_map;
+      const int a_blocks = tile.phase == kGemm1 ? p.ring_blocks : p.act_blocks;
       int row[2];
-      const char* act[2];
 #pragma unroll
       for (int g = 0; g < 2; ++g) {
         const int granule = share.first + g;
-        const int block = tile.block + granule / 2, half = granule % 2;
-        row[g] = block % p.ring_blocks * kBlockRows + half * kGranuleRows;
-        act[g] = act_ring + int64_t(block % p.act_blocks) * (p.intermediate / kTileK) * kABytes + half * kBoxBytes;
+        row[g] = (tile.block + granule / 2) % a_blocks * kBlockRows + granule % 2 * kGranuleRows;
       }
       const int claim_step = max(steps - kClaimAhead, 0);
       for (int k = 0; k < steps; ++k) {
@@ -137,45 +138,41 @@ struct Kernel {
         ptx::mbarrier_expect_tx(full, bytes);
 #pragma unroll
         for (int g = 0; g < 2; ++g) {
-          if (g >= share.count) break;
-          if (tile.phase == kGemm1)
-            ptx::tensor_load_2d(a + g * kBoxBytes, &p.x_map, k * kTileK, row[g], full);
-          else
-            ptx::bulk_load(a + g * kBoxBytes, act[g] + int64_t(k) * kABytes, kBoxBytes, full);
+          if (g < share.count) ptx::tensor_load_2d(a + g * kBoxBytes, a_map, k * kTileK, row[g], full);
         }
-        ptx::tensor_load_3d_multicast(a + kABytes + cta * kBHalfBytes, w_map, k * kTileK, w_row, w_expert, full, 3);
+        ptx::tensor_load_4d_multicast(a + kABytes + cta * kBHalfBytes, &w.map, k * kTileK, w_row, expert, full, 3);
         if (cta == 0 && k == claim_step) ptx::mbarrier_arrive(ptx::smem(&s.claim));
         at.next();
       }
+      leave_stages(s, at, slots(tile));
     }
   }
 
   // ---- store warp ----
   __device__ void store_tiles() const {
     const int lane = threadIdx.x % 32;
-    const uint32_t staging = ptx::smem(s.staging), full = ptx::smem(&s.staging_full);
-    const uint32_t released = ptx::smem(&s.staging_released);
-    char* act_ring = local<char>(p.offsets.act_ring);
-    const int act_images = p.intermediate / kTileK;
-    uint32_t use = 0;
+    Outbox out(s, cta);
     TileInfo tile;
     for (int i = 0; next_tile(s, i, tile); ++i) {
       saw_tile(s, i);
       const GranuleShare share = GranuleShare::make(tile.rows, cta);
-      for (int g = share.first; g < share.first + share.count; ++g) {
+      out.pass((tile.phase == kGemm1 ? p.hidden : p.intermediate) / kTileK);
+      if (share.count == 0) out.pass(slots(tile));
+      for (int piece = 0; piece < share.count; ++piece) {
+        const int g = share.first + piece;
         const int block = tile.block + g / 2, half = g % 2;
         if (tile.phase == kGemm1) {
           if (lane == 0) {
             const int old = last_in_slot(blob(p.blob.block), block * 2 + half, p.act_blocks);
             if (old >= 0) wait_count(wait, MOK_PHASE_ACT_RING, local<uint32_t>(p.offsets.y_done) + old, n2());
             ptx::fence_proxy_async_global();
-            ptx::mbarrier_wait(full, use & 1);
-            char* image = act_ring + (int64_t(block % p.act_blocks) * act_images + tile.n * 2) * kABytes + half * kBoxBytes;
-            ptx::bulk_store(image, staging, kBoxBytes);
-            ptx::bulk_store(image + kABytes, staging + kBoxBytes, kBoxBytes);
-            ptx::bulk_commit();
-            ptx::bulk_wait_read<0>();
-            ptx::store_release_cta(released, use + 1);
+            const uint32_t from = out.wait(piece, slots(tile));
+            for (int j = 0; j < 2; ++j)
+              ptx::tensor_store_2d(&p.act_map, tile.n * kTileI + j * kTileK, block % p.act_blocks * kBlockRows + half * kGranuleRows,
+                                   from + j * kBoxBytes);
+          }
+          out.give_back(piece, slots(tile));
+          if (lane == 0) {
             ptx::bulk_wait<0>();
             ptx::add_release_gpu(local<uint32_t>(p.offsets.act_done) + block * 2 + half, 1);
           }
@@ -189,17 +186,12 @@ struct Kernel {
             const int src = __ldg(blob(p.blob.src) + row), slot = __ldg(blob(p.blob.slot) + row);
             target[r] = src < 0 ? nullptr : reinterpret_cast<char*>(p.peers[src]) + p.symmetric.slots + (int64_t(slot) * p.hidden + column) * 2;
           }
-          ptx::mbarrier_wait(full, use & 1);
+          const uint32_t from = out.wait(piece, slots(tile));
 #pragma unroll
           for (int r = 0; r < 2; ++r)
-            if (target[r]) ptx::bulk_store(target[r], staging + (r * 32 + lane) * kStagingPitch, bytes);
-          ptx::bulk_commit();
-          ptx::bulk_wait_read<0>();
-          __syncwarp();
-          if (lane == 0) ptx::store_release_cta(released, use + 1);
+            if (target[r]) ptx::bulk_store(target[r], from + (r * 32 + lane) * kPitch, bytes);
+          out.give_back(piece, slots(tile));
         }
-        __syncwarp();  // no lane runs ahead: a parity tells two neighbouring uses apart, no more
-        ++use;
       }
     }
     ptx::bulk_wait<0>();
@@ -212,17 +204,18 @@ struct Kernel {
     const int group = threadIdx.x / 128 - 1;  // consumer warpgroup
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const StageRelease release(s, cta);
-    uint32_t uses = 0;  // of the staging buffer, by both warpgroups
+    uint32_t uses = 0;  // of the staging buffer
     StageCursor at;
     TileInfo tile;
     float d[128];
     for (int i = 0; next_tile(s, i, tile); ++i) {
       const GranuleShare share = GranuleShare::make(tile.rows, cta);
       const int steps = (tile.phase == kGemm1 ? p.hidden : p.intermediate) / kTileK;
-      const uint32_t use = uses + group;
-      uses += share.count;
+      Output out(s, at, release, slots(tile), uses);
+      uses += max(share.count - slots(tile), 0);
       if (group >= share.count) {
         skip_stages(s, at, steps, release);
+        out.close();
         continue;
       }
       const int granule = share.first + group;
@@ -236,16 +229,17 @@ struct Kernel {
       }
       multiply<false, false>(d, s, at, steps, group, release);
       if (tile.phase == kGemm1)
-        finish_gemm1<kAct>(d, tile, first_row, valid, p0, p1, use);
+        finish_gemm1<kAct>(d, tile, first_row, valid, p0, p1, out, group);
       else
-        finish_gemm2(d, tile, granule, use);
+        finish_gemm2(d, tile, granule, out, group);
+      out.close();
     }
   }
 
-  // Rounds h, saves it, applies the activation and the probability, and leaves act as the two images that GEMM 2 loads.
+  // Rounds h, saves it, applies the activation and the probability, and leaves act as two images.
   template <MokActivation kAct>
   __device__ __forceinline__ void finish_gemm1(const float (&d)[128], const TileInfo& tile, int first_row, int valid, float p0, float p1,
-                                               uint32_t use) const {
+                                               Output& out, int piece) const {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int r0 = warp * 16 + lane / 4;
     const bool ok0 = r0 < valid, ok1 = r0 + 8 < valid;
@@ -279,28 +273,21 @@ struct Kernel {
       act0[j] = pack_bf16(a, b);
       act1[j] = pack_bf16(c, e);
     }
-    await_staging(s, use);
-    const int row = matrix_row();
-    const uint32_t to = ptx::smem(s.staging) + row * 128;
+    const uint32_t to = out.open(piece);
 #pragma unroll
-    for (int j = 0; j < 16; j += 2) {
-      const int unit = j + matrix_column();
-      ptx::store_matrix_x4(to + (unit >> 3) * kBoxBytes + (((unit & 7) ^ (row & 7)) << 4), act0[j], act1[j], act0[j + 1],
-                           act1[j + 1]);
-    }
-    hand_over_staging(s);
+    for (int j = 0; j < 16; j += 2) ptx::store_matrix_x4(to + image_offset(j), act0[j], act1[j], act0[j + 1], act1[j + 1]);
+    out.hand_over();
   }
 
-  __device__ __forceinline__ void finish_gemm2(const float (&d)[128], const TileInfo& tile, int granule, uint32_t use) const {
+  __device__ __forceinline__ void finish_gemm2(const float (&d)[128], const TileInfo& tile, int granule, Output& out, int piece) const {
     // The act rows of this granule have been read by this tile: loads complete before their stage is full.
     if (threadIdx.x % 128 == 0) ptx::add_relaxed_gpu(local<uint32_t>(p.offsets.y_done) + tile.block * 2 + granule, 1);
-    await_staging(s, use);
-    const uint32_t to = ptx::smem(s.staging) + matrix_row() * kStagingPitch + matrix_column() * 16;
+    const uint32_t to = out.open(piece) + matrix_row() * kPitch + matrix_column() * 16;
 #pragma unroll
     for (int j = 0; j < 32; j += 2)
       ptx::store_matrix_x4(to + j * 16, pack_bf16(d[4 * j], d[4 * j + 1]), pack_bf16(d[4 * j + 2], d[4 * j + 3]),
                            pack_bf16(d[4 * j + 4], d[4 * j + 5]), pack_bf16(d[4 * j + 6], d[4 * j + 7]));
-    hand_over_staging(s);
+    out.hand_over();
   }
 };
 
@@ -317,8 +304,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) forward
   if (threadIdx.x == 0) {
     init_barriers(s);
     ptx::prefetch_tensor_map(&p.x_map);
-    ptx::prefetch_tensor_map(&p.w1_map);
-    ptx::prefetch_tensor_map(&p.w2_map);
+    ptx::prefetch_tensor_map(&p.w1.map);
+    ptx::prefetch_tensor_map(&p.w2.map);
   }
   __syncthreads();
   kernel.pull();
@@ -401,10 +388,13 @@ int launch_forward(const MokForwardArgs& args, cudaStream_t stream) {
   int status = encode_rows_map(&p.x_map, args.workspace.local + p.offsets.x_ring, problem.hidden,
                                int64_t(sizes.ring_blocks) * kBlockRows, kGranuleRows, "x ring");
   if (status == MOK_OK)
-    status = encode_experts_map(&p.w1_map, p.w1_expert, args.w1, args.num_w, local_experts, problem.hidden,
+    status = encode_rows_map(&p.act_map, args.workspace.local + p.offsets.act_ring, problem.intermediate,
+                             int64_t(sizes.act_blocks) * kBlockRows, kGranuleRows, "act ring");
+  if (status == MOK_OK)
+    status = encode_experts(&p.w1, args.w1, args.num_w, local_experts, problem.hidden,
                                 2 * problem.intermediate, kTileN / 2, "w1");
   if (status == MOK_OK)
-    status = encode_experts_map(&p.w2_map, p.w2_expert, args.w2, args.num_w, local_experts, problem.intermediate,
+    status = encode_experts(&p.w2, args.w2, args.num_w, local_experts, problem.intermediate,
                                 problem.hidden, kTileN / 2, "w2");
   if (status != MOK_OK) return status;
   switch (args.activation) {

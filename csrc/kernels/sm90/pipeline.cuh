@@ -15,8 +15,8 @@ constexpr int kBoxBytes = kGranuleRows * kTileK * 2;  // a box of 64 x 64
 constexpr int kABytes = 2 * kBoxBytes;                // 64 rows of A for each consumer warpgroup
 constexpr int kBHalfBytes = kTileN / 2 * kTileK * 2;  // what one CTA loads and both receive
 constexpr int kStageBytes = kABytes + 2 * kBHalfBytes;
-constexpr int kStagingPitch = kTileN * 2 + 16;        // 528: conflict-free for stmatrix, 16-byte aligned for bulk copies
-constexpr int kStagingBytes = kGranuleRows * kStagingPitch;
+constexpr int kPitch = kTileN * 2 + 16;               // of output rows: conflict-free for stmatrix, 16-byte aligned for bulk copies
+constexpr int kStagingBytes = kGranuleRows * kPitch;
 constexpr int kTileSlots = 8;   // the scheduler is at most 5 tiles ahead of the producers, these at most 3 ahead of the store warps
 constexpr int kClaimAhead = 8;  // k-steps before a tile's last load at which the next ticket is claimed
 constexpr int kNoMoreTiles = -1;
@@ -36,12 +36,14 @@ struct Smem {
   TileInfo tiles[kTileSlots];
   uint64_t full[kStages], empty[kStages];
   uint64_t tile_full[kTileSlots];
-  uint64_t staging_full, claim;
+  uint64_t filled[kStages];  // by a warpgroup's output, for the store warp
+  uint64_t staging_full[2], claim;  // by warpgroup
   uint64_t pull_barriers[kPullBarrierBytes / 8];
   uint32_t staging_released;  // uses of the staging buffer that the store warp has read
   uint32_t tiles_seen;        // tiles that the store warp has read the description of
 };
 static_assert(sizeof(Smem) <= 232448, "shared memory of an SM");
+static_assert(kStagingBytes <= kStageBytes);
 static_assert(kPullBytes <= kStages * kStageBytes);
 
 __device__ __forceinline__ void init_barriers(Smem& s) {
@@ -49,8 +51,9 @@ __device__ __forceinline__ void init_barriers(Smem& s) {
     ptx::mbarrier_init(ptx::smem(&s.full[i]), 1);
     ptx::mbarrier_init(ptx::smem(&s.empty[i]), 16);  // 2 CTAs x 2 warpgroups x 4 warps
   }
+  for (uint64_t& barrier : s.filled) ptx::mbarrier_init(ptx::smem(&barrier), 128);
   for (int i = 0; i < kTileSlots; ++i) ptx::mbarrier_init(ptx::smem(&s.tile_full[i]), 1);
-  ptx::mbarrier_init(ptx::smem(&s.staging_full), 128);
+  for (uint64_t& barrier : s.staging_full) ptx::mbarrier_init(ptx::smem(&barrier), 128);
   ptx::mbarrier_init(ptx::smem(&s.claim), 1);
   for (uint64_t& barrier : s.pull_barriers) ptx::mbarrier_init(ptx::smem(&barrier), 1);
   s.staging_released = s.tiles_seen = 0;
@@ -177,15 +180,110 @@ __device__ __forceinline__ void skip_stages(Smem& s, StageCursor& at, int steps,
   }
 }
 
-// ---- the staging buffer: handed from a consumer warpgroup to the store warp and back ----
+// ---- output: from the consumer warpgroups through shared memory to the store warp ----
 
-__device__ __forceinline__ void await_staging(Smem& s, uint32_t use) {
-  ptx::wait_shared_count(ptx::smem(&s.staging_released), use);
+// A tile's output leaves in pieces of up to 64 rows x 512 bytes; piece = part * 2 + warpgroup, stored in this order. The first `slots`
+// pieces go through the positions of the ring of stages after the tile's k-steps, which the producer leaves empty, or with what the
+// epilogue reads before it writes; the last one, or the last two if they are small, through the staging buffer. So both warpgroups
+// write all they have at once and go on with the next tile, whose loads have the rest of the stages.
+__device__ __forceinline__ int output_slots(int parts) { return parts > 0 ? 2 * parts - 1 : 0; }
+
+// The producer's: nothing is loaded, the positions go to the consumers once they are empty.
+__device__ __forceinline__ void leave_stages(Smem& s, StageCursor& at, int count) {
+  for (int i = 0; i < count; ++i) {
+    ptx::mbarrier_wait(ptx::smem(&s.empty[at.stage]), at.parity ^ 1);
+    ptx::mbarrier_arrive(ptx::smem(&s.full[at.stage]));
+    at.next();
+  }
 }
-__device__ __forceinline__ void hand_over_staging(Smem& s) {
-  ptx::fence_proxy_async_shared();
-  ptx::mbarrier_arrive(ptx::smem(&s.staging_full));
-}
+
+// A consumer warpgroup's way through the output of one tile.
+class Output {
+ public:
+  __device__ __forceinline__ Output(Smem& s, StageCursor& at, const StageRelease& release, int slots, uint32_t staging_uses)
+      : s_(s), at_(at), release_(release), slots_(slots), staging_uses_(staging_uses) {}
+
+  // Where `piece` goes: free to be written, or with what the producer loaded there. Pieces are opened in ascending order.
+  __device__ __forceinline__ uint32_t open(int piece) {
+    pass_before(min(piece, slots_));
+    if (piece >= slots_) {
+      ptx::wait_shared_count(ptx::smem(&s_.staging_released), staging_uses_);
+      filled_ = ptx::smem(&s_.staging_full[piece % 2]);
+      return ptx::smem(s_.staging) + (piece - slots_) * 2 * kBoxBytes;
+    }
+    ptx::mbarrier_wait(ptx::smem(&s_.full[at_.stage]), at_.parity);
+    filled_ = ptx::smem(&s_.filled[at_.stage]);
+    const uint32_t to = ptx::smem(s_.stages[at_.stage]);
+    at_.next();
+    ++passed_;
+    return to;
+  }
+  // The piece opened last is written: by all 128 threads.
+  __device__ __forceinline__ void hand_over() const {
+    ptx::fence_proxy_async_shared();
+    ptx::mbarrier_arrive(filled_);
+  }
+  // Behind the last piece, and all that a warpgroup without rows does.
+  __device__ __forceinline__ void close() { pass_before(slots_); }
+
+ private:
+  // The other warpgroup's positions; both release every position, or have the store warp do it.
+  __device__ __forceinline__ void pass_before(int piece) {
+    const int passed = passed_;
+    if (piece > passed) skip_stages(s_, at_, piece - passed, release_), passed_ = piece;
+  }
+
+  Smem& s_;
+  StageCursor& at_;
+  const StageRelease& release_;
+  const int slots_;
+  const uint32_t staging_uses_;  // of the tiles before
+  int passed_ = 0;
+  uint32_t filled_ = 0;
+};
+
+// The store warp's side.
+class Outbox {
+ public:
+  __device__ __forceinline__ Outbox(Smem& s, int cta) : s_(s), empty_(ptx::smem(s.empty)), peer_(ptx::map_to_cta(empty_, cta ^ 1)) {}
+
+  // Goes over `count` positions of the ring: k-steps, or pieces that do not exist here.
+  __device__ __forceinline__ void pass(int count) { stage_ = (stage_ + count) % kStages; }
+  // Waits until `piece` is written and returns where it lies.
+  __device__ __forceinline__ uint32_t wait(int piece, int slots) const {
+    if (piece >= slots) {
+      ptx::mbarrier_wait(ptx::smem(&s_.staging_full[piece % 2]), staging_parities_ >> piece % 2 & 1);
+      return ptx::smem(s_.staging) + (piece - slots) * 2 * kBoxBytes;
+    }
+    ptx::mbarrier_wait(ptx::smem(&s_.filled[stage_]), parities_ >> stage_ & 1);
+    return ptx::smem(s_.stages[stage_]);
+  }
+  // Its bulk copies are issued: gives its memory back once they have read it.
+  __device__ __forceinline__ void give_back(int piece, int slots) {
+    ptx::bulk_commit();
+    ptx::bulk_wait_read<0>();
+    __syncwarp();  // no lane runs ahead: a parity tells two neighbouring uses apart, no more
+    const int lane = threadIdx.x % 32;
+    if (piece >= slots) {
+      ++staging_uses_;
+      staging_parities_ ^= 1u << piece % 2;
+      if (lane == 0) ptx::store_release_cta(ptx::smem(&s_.staging_released), staging_uses_);
+      return;
+    }
+    if (lane == 0) ptx::mbarrier_arrive(empty_ + stage_ * 8, 4);  // for the four warps that wrote it
+    if (lane == 1) ptx::mbarrier_arrive_relaxed_cluster(peer_ + stage_ * 8, 4);
+    parities_ ^= 1u << stage_;
+    pass(1);
+  }
+
+ private:
+  Smem& s_;
+  const uint32_t empty_, peer_;
+  int stage_ = 0;
+  uint32_t parities_ = 0, staging_parities_ = 0;  // of filled and staging_full, a bit each
+  uint32_t staging_uses_ = 0;
+};
+
 // This lane's matrix row inside a warp's 16 rows, and which of two neighbouring 16-byte columns, for stmatrix.x4 of the
 // fragments (column, rows 0-7), (column, rows 8-15), (column + 1, rows 0-7), (column + 1, rows 8-15).
 __device__ __forceinline__ int matrix_row() {
@@ -193,6 +291,11 @@ __device__ __forceinline__ int matrix_row() {
   return threadIdx.x / 32 % 4 * 16 + (lane >> 3 & 1) * 8 + (lane & 7);
 }
 __device__ __forceinline__ int matrix_column() { return threadIdx.x % 32 >> 4; }
+// Where they lie in images of 64 rows x 128 swizzled bytes, which tensor maps and GEMMs read: 8 columns of 16 bytes an image.
+__device__ __forceinline__ uint32_t image_offset(int column) {
+  const int row = matrix_row(), at = column + matrix_column();
+  return (at >> 3) * kBoxBytes + row * 128 + (((at & 7) ^ (row & 7)) << 4);
+}
 
 // ---- reduction of the slots: out[t] = sum over k ascending, fp32, one rounding ----
 __device__ __forceinline__ void reduce_slots(const char* slots, const int* ids, char* out, int64_t tokens, int top_k, int hidden,
@@ -205,7 +308,7 @@ __device__ __forceinline__ void reduce_slots(const char* slots, const int* ids, 
     const int* token_ids = ids + token * top_k;
     const uint4* from = reinterpret_cast<const uint4*>(slots) + token * top_k * vectors + column;
     float sum[8] = {};
-    constexpr int kAhead = 4;
+    constexpr int kAhead = 8;  // loads in flight a thread; with 4 the reduction runs at half of the memory's rate
     for (int k = 0; k < top_k; k += kAhead) {
       uint4 v[kAhead];
       bool has[kAhead];
@@ -233,10 +336,7 @@ __device__ __forceinline__ void reduce_slots(const char* slots, const int* ids, 
 
 // All CTAs of this rank have pushed: the last one tells every peer, then each waits for every peer. False in a dead workspace.
 __device__ __forceinline__ bool finish_call(const WaitContext& wait, uint32_t* finished, uint64_t expected) {
-  if (threadIdx.x == 0 && ptx::fetch_add_acq_rel_sys(finished, 1) == gridDim.x - 1 && !workspace_dead(wait)) {
-    for (int r = 0; r < wait.ranks; ++r)
-      ptx::store_release_sys(&reinterpret_cast<Flags*>(wait.peers[r])->done[wait.rank], expected);
-  }
+  arrive_and_tell_peers(wait, finished, &Flags::done, expected);
   bool ok = true;
   if (int(threadIdx.x) < wait.ranks)
     ok = wait_stamp(wait, MOK_PHASE_COMBINE, &wait.flags->done[threadIdx.x], threadIdx.x, expected);
