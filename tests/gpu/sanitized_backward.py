@@ -101,8 +101,9 @@ class Rank:
             self.dw = [gpu.upload(w) for w in main]
         else:
             self.dw = [gpu.allocate(int(np.prod(shape)) * element) for shape in self.shapes]
-        if not fp32:  # written by bulk copies, which initcheck does not follow
-            for pointer, shape in zip(self.dw, self.shapes, strict=True):
+            for pointer, shape in zip(
+                self.dw, self.shapes, strict=True
+            ):  # initcheck does not follow bulk copies
                 gpu.poison(pointer, int(np.prod(shape)) * element)
         self.out, self.dx = (gpu.allocate(self.tokens * HIDDEN * 2) for _ in range(2))
         self.dp = gpu.allocate(self.tokens * TOP_K * 4)

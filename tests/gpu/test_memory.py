@@ -6,8 +6,9 @@
 import pytest
 import torch
 
-from megatron_mok import native, runtime
+from megatron_mok import runtime
 from megatron_mok.bench.cases import SHAPES, Inputs, make_inputs, route
+from megatron_mok.native.communicator import ALIGN_BYTES
 from tests.gpu.world import Case
 
 MIB = 2**20
@@ -74,13 +75,13 @@ def test_B54_workspace_and_rings(layer, opened):
     before = requested()
     comm = opened(layer.case)
     workspace = requested() - before
-    assert workspace == native.ALIGN_BYTES + runtime.workspace_bytes(
+    assert workspace == ALIGN_BYTES + runtime.workspace_bytes(
         max_tokens=s.T, hidden=s.H, top_k=s.K, num_ranks=1
     )
     assert 2 * s.T * s.H * (2 + s.K) < workspace < 2 * s.T * s.H * (2 + s.K) + 64 * MIB
     layer.step(comm)
     rings = requested() - before - workspace
-    assert rings == native.ALIGN_BYTES + runtime.local_bytes(
+    assert rings == ALIGN_BYTES + runtime.local_bytes(
         max_tokens=s.T, hidden=s.H, ffn=s.I, top_k=s.K, num_experts=s.E, num_ranks=1
     )
     for _ in range(2):

@@ -29,9 +29,9 @@ ACCEPTED: dict[str, list[tuple[str, str]]] = {
             "a counter written by st.release and polled by ld.acquire, which the tool does not follow",
         ),
         (
-            r"Race reported between Write access at .*(store_matrix_x4|stage_fp32)"
-            r".* and Write access at .*(store_matrix_x4|stage_fp32)",
-            "the staging buffer, which that counter hands from one warpgroup to the next",
+            r"Race reported between Write access at mok::ptx::store_cluster.* and Read access at .*next_tile"
+            r"|Race reported between Read access at .*next_tile.* and Write access at .*store_cluster",
+            "a tile's description, told by an mbarrier of the cluster, which the tool does not follow",
         ),
     ],
     "initcheck": [],
@@ -74,8 +74,11 @@ def test_the_program_is_right_by_itself(program):
     assert done.returncode == 0 and "relative error" in done.stdout, done.stdout[-2000:]
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("program", PROGRAMS)
+# Two ranks take minutes under a tool; what they have beside one rank is access to each other's memory.
+RUNS = [(p, t) for p in PROGRAMS for t in TOOLS if p != "backward-2-ranks" or t == "memcheck"]
+
+
+@pytest.mark.parametrize(("program", "tool"), RUNS, ids=map("-".join, RUNS))
 def test_clean(program, tool):
     """B08, B20: no access out of bounds, no race, no read of uninitialised memory, no misused barrier."""
     found = sanitizer()
