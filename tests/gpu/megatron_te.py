@@ -167,16 +167,20 @@ def layer() -> dict[str, float]:
 
 
 def loaded() -> list[float]:
-    """A mok model takes an alltoall model's trained weights: the losses of both on one batch."""
+    """A mok model that has run takes an alltoall model's trained weights.
+
+    Losses on a batch that the latter has seen: mok's before and after, alltoall's.
+    """
     configure()
     source, target = trainer("alltoall", te_experts), trainer("mok", te_experts, seed=2)
-    for made in (source, source, target):
-        made.step()
-    target.models[0].load_state_dict(source.models[0].state_dict())
+    source.steps(STEPS)
+    target.step()
     batches = model.Batches()
     batches.length = LENGTH
     batch = next(batches)
-    return [evaluate(source, batch), evaluate(target, batch)]
+    before = evaluate(target, batch)
+    target.models[0].load_state_dict(source.models[0].state_dict())
+    return [before, evaluate(target, batch), evaluate(source, batch)]
 
 
 def evaluate(made: model.Trainer, batch: dict[str, torch.Tensor]) -> float:

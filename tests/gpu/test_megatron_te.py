@@ -96,9 +96,9 @@ def test_parameters_and_states_keep_their_names(results):
     assert case["same_names"] and case["same_state"] and case["same_sharded"]
 
 
-def test_weights_of_alltoall_load(results):
-    theirs, ours = found(results, "loaded")
-    assert abs(ours - theirs) <= LOSS
+def test_B37_loaded_weights_of_alltoall_are_read(results):
+    before, ours, theirs = found(results, "loaded")
+    assert before > theirs + 0.03 and abs(ours - theirs) <= 0.1 * (before - theirs)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,9 @@ def test_losses_of_alltoall(results, name):
 
 
 def test_main_grad_on(results):
+    """As auto, since Megatron's DDP makes a main_grad; the rest of the model need not repeat its bits."""
     ours, auto = found(results, "main_grad on"), found(results, "experts, fused, mok")
-    assert (
-        ours["losses"] == auto["losses"]
-        or max(abs(a - b) for a, b in zip(ours["losses"], auto["losses"], strict=True)) <= LOSS
-    )
+    assert max(abs(a - b) for a, b in zip(ours["losses"], auto["losses"], strict=True)) <= LOSS
 
 
 def test_B57_steps_leave_nothing_behind(results):
