@@ -41,6 +41,7 @@ from megatron.core.models.gpt import moe_module_specs  # noqa: E402  isort: skip
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402  isort: skip
 from megatron.core.transformer.moe.experts import TEGroupedMLP  # noqa: E402  isort: skip
 
+from examples.attention import serve_mla  # noqa: E402  isort: skip
 from megatron_mok.mcore.experts import MokTEGroupedMLP  # noqa: E402  isort: skip
 
 STEPS, LENGTH = (8, 256) if GPU else (2, 16)
@@ -59,6 +60,13 @@ stock_spec = model.get_gpt_decoder_block_spec
 def whole_te(config: Any, use_transformer_engine: bool = True, **options: Any) -> Any:
     """Megatron's transformer_engine implementation."""
     return stock_spec(config, use_transformer_engine=True, **options)
+
+
+def te_sdpa(config: Any, **options: Any) -> Any:
+    """The same with torch's attention, as benchmarks/h200_train_ab.sh has it."""
+    block = whole_te(config, **options)
+    assert serve_mla(config, block, always=True)
+    return block
 
 
 def te_experts(config: Any, use_transformer_engine: bool = False, **options: Any) -> Any:
@@ -216,6 +224,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         variants |= {
             "whole": (whole_te, {}),
             "whole, fused": (whole_te, fused),
+            "whole, sdpa": (te_sdpa, dict(moe_permute_fusion=True) | fused),
             "whole, recompute moe": (
                 whole_te,
                 dict(recompute_granularity="selective", recompute_modules=["moe"]),

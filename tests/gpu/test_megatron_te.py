@@ -105,7 +105,7 @@ def test_B37_loaded_weights_of_alltoall_are_read(results):
     "name",
     [
         *("experts", "experts, fused", "experts, overlap_param_gather"),
-        *("whole", "whole, fused", "whole, recompute moe"),
+        *("whole", "whole, fused", "whole, sdpa", "whole, recompute moe"),
     ],
 )
 def test_losses_of_alltoall(results, name):
