@@ -49,6 +49,7 @@ def prepare(output: Path, folder: Path | None = None) -> dict:
     if not files:
         raise ValueError(f"folder: got {folder}, need one with Python sources below it")
     output.parent.mkdir(parents=True, exist_ok=True)
+    summary_file.unlink(missing_ok=True)
     builder = IndexedDatasetBuilder(get_bin_path(str(output)), dtype=DType.optimal_dtype(VOCAB_SIZE))
     digest, size = hashlib.sha256(), 0
     for path in files:

@@ -93,6 +93,13 @@ def prepare_text(folder: Path) -> Path:
     return prefix
 
 
+def _cache(data: Path) -> Path:
+    """For Megatron's sample indices, which know the path of a data set but not what is in it."""
+    summary = data.with_suffix(".json")
+    key = json.loads(summary.read_text())["sha256"][:16] if summary.exists() else data.name
+    return data.parent / "cache" / key
+
+
 def default_command(config: str, words: list[str], gpus: int, data: Path) -> list[str]:
     """The torchrun command for a model and any more torchrun options and training arguments in `words`."""
     script = CHECKOUT / "examples" / "pretrain.py"
@@ -123,7 +130,7 @@ def default_command(config: str, words: list[str], gpus: int, data: Path) -> lis
         flags += shlex.split(WITH_TE + " " + ON_GPU)
     else:
         flags += shlex.split(LOCAL + (ON_GPU if gpus else ON_CPU))
-    flags += ["--data-path", str(data), "--data-cache-path", str(data.parent / "cache")]
+    flags += ["--data-path", str(data), "--data-cache-path", str(_cache(data))]
     flags += ["--expert-model-parallel-size", str(ranks)]
     return [*launch, *flags, *model_flags(config), *rest]
 
