@@ -15,6 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${SEQ:=4096}" "${MODEL:=benchmarks/h200_train_ab.json}" "${TIMEOUT:=900}" "${PYTHON:=python3}" "${EXTRA:=}"
 : "${RESULTS:=benchmarks/results}" "${REPORTS:=benchmarks/reports}" "${RUNS:=runs/h200-train-ab}"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+rm -rf "$RUNS/cache" # of sample indices, which know the path of a data set but not what is in it
 mkdir -p "$RESULTS" "$REPORTS" "$RUNS"
 
 "$PYTHON" examples/prepare_data.py --output runs/data/stdlib
@@ -29,7 +30,7 @@ flags=(examples/pretrain.py "${model[@]}" --num-experts "$EXPERTS"
     --adam-beta2 0.95 --hidden-dropout 0 --attention-dropout 0 --bf16
     --eval-iters 0 --eval-interval 1000000 --split 100,0,0 --num-workers 0 --tokenizer-type NullTokenizer
     --no-create-attention-mask-in-dataloader --distributed-timeout-minutes 10 --no-rope-fusion
-    --data-path runs/data/stdlib --data-cache-path runs/data/cache)
+    --data-path runs/data/stdlib --data-cache-path "$RUNS/cache")
 te=(--transformer-impl transformer_engine --moe-grouped-gemm --sdpa "${extra[@]}")
 sequential=(--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion
     --no-gradient-accumulation-fusion "${extra[@]}")
