@@ -1,4 +1,4 @@
-"""Four gloo ranks for the whole folder; they start at the first test that asks for them."""
+"""Four gloo ranks, and two, for the whole folder; they start when a test first runs something on them."""
 
 from __future__ import annotations
 
@@ -22,4 +22,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     with Ranks(4, prepare="model") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Ranks]:
+    """For what four ranks would only repeat: half the time on a machine with two cores."""
+    with Ranks(2, prepare="model") as pool:
         yield pool
