@@ -1,6 +1,7 @@
 // Where the tensors of all local experts lie, as two coordinates of one tensor map: address = base + near * 2^shift + far * 2^(shift + 31).
 // So one map serves any number of tensors anywhere in memory, and a launch needs no copy to the device. (Two coordinates, because an
-// allocator may take them from ranges that lie 2^46 bytes apart, while one counts to 2^31 in steps of the tensors' alignment.)
+// allocator may take them from ranges that lie 2^46 bytes apart, while one counts to 2^31 in steps of the tensors' alignment. The near
+// stride is smaller than a tensor, so the map's dimensions overlap: the driver takes that, its rules for strides are met.)
 #ifndef MEGATRON_MOK_LAYOUT_PLACES_H_
 #define MEGATRON_MOK_LAYOUT_PLACES_H_
 

@@ -243,6 +243,25 @@ def test_B33_turns_add_up_in_fp32(ranks, device):
                 assert torch.equal(getattr(added[r], name), (total + 0.75).bfloat16())
 
 
+@pytest.mark.parametrize("grid", [4, 10, 66, 0])
+def test_B33_turns_around_an_expert_that_needs_one(grid, device):
+    """Experts with turns share the fp32 sums of a bf16 gradient, whoever stands between them."""
+    rows = [300, 40, 1200, 20, 700, 10]
+    case = Case((sum(rows),), 1, len(rows), 512, 384)
+    layer = Layer.make(case, device)
+    experts = torch.arange(len(rows), device=device).repeat_interleave(torch.tensor(rows, device=device))
+    layer.ids[0].copy_(experts[torch.randperm(len(experts), device=device)].unsqueeze(1))
+    with World(case, device, Settings(ring_rows=512, num_sms=grid)) as world:
+        assert rows[1] < world.turn_rows(case) < rows[0]
+        total = world.step(layer)
+        assert_gradients(layer, total)
+        calls = world.forward(layer, True)
+        for _ in range(5):
+            (bf16,) = world.backward(layer, calls, [Gradients.empty(case, device, BF16)])
+            assert torch.equal(bf16.dw1, total[0].dw1.bfloat16())
+            assert torch.equal(bf16.dw2, total[0].dw2.bfloat16())
+
+
 def test_B36_fp32_main_grad_keeps_what_bf16_would_lose(device):
     """Two micro-batches into one buffer: the second adds to the first; one turn each, so the sum is exact."""
     layer = Layer.make(Case((200,), 2, 8, 512, 256), device)

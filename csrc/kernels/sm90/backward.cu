@@ -29,7 +29,7 @@ struct Batch {
   int end_block = 0;
   int block = 0, rows = 0, expert = 0;
   bool first = false, last = false;    // of its expert's segments
-  bool ends_in_turn = false;           // the last segment is not its expert's only one
+  uint32_t turns = 0;                  // a bit for each segment that is not its expert's only one
 
   static __device__ Batch after(const Batch& b, const BackwardParams& p) {
     const int lane = threadIdx.x % 32;
@@ -67,7 +67,7 @@ struct Batch {
     next.expert = __shfl_sync(~0u, expert, from);
     next.first = __shfl_sync(~0u, before == 0, from);
     next.last = __shfl_sync(~0u, last, from);
-    next.ends_in_turn = __shfl_sync(~0u, !next.first || !next.last, next.segments - 1);
+    next.turns = __ballot_sync(~0u, lane < next.segments && (!next.first || !next.last));
     return next;
   }
 };
@@ -205,7 +205,7 @@ struct Kernel {
     // The schedule of a workspace that died in its making may be garbage.
     const bool dead = __shfl_sync(~0u, workspace_dead(wait), 0);
     Batch current = dead ? Batch{} : Batch::after(Batch{}, p), previous{};
-    bool after_turn = false;  // does `previous` follow a turn?
+    int last_turn = -1;  // the last turn before the segments of `previous`
     uint32_t base = 0;  // first ticket of the round
     TileInfo info{};
     for (int i = 0; info.phase != kNoMoreTiles; ++i) {
@@ -216,7 +216,7 @@ struct Kernel {
                              previous.segments * dw_tiles;
         if (ticket - base < uint32_t(in_round)) break;
         base += in_round;
-        after_turn = previous.ends_in_turn;
+        if (previous.turns) last_turn = previous.first_segment + 31 - __clz(previous.turns);
         previous = current;
         current = Batch::after(current, p);
       }
@@ -245,11 +245,11 @@ struct Kernel {
                   segment << 2 | (last ? kLastSegment : 0) | (first ? kFirstSegment : 0)};
           await_granules(MOK_PHASE_GEMM2, o.dact_done, info.block, info.rows, act_tiles());
           await_x(info);
-          // Turns of one expert add in order; and those of the next may share the fp32 sums with them.
-          const bool follows_turn = __shfl_sync(~0u, !previous.first || !previous.last, j > 0 ? j - 1 : 0);
-          const bool shares = !(first && last) && (j > 0 ? follows_turn : after_turn);
-          if ((!first || shares) && threadIdx.x % 32 == 0)
-            wait_count(wait, MOK_PHASE_GEMM2, counter(o.segment_stored) + segment - 1, stores_of_segment());
+          // Turns of one expert add in order, and all experts share the fp32 sums between the turns: each waits for the one before.
+          const uint32_t before = previous.turns & ((1u << j) - 1);
+          const int turn_before = before ? previous.first_segment + 31 - __clz(before) : last_turn;
+          if (!(first && last) && turn_before >= 0 && threadIdx.x % 32 == 0)
+            wait_count(wait, MOK_PHASE_GEMM2, counter(o.segment_stored) + turn_before, stores_of_segment());
         } else if (t < again_tiles) {
           unit_tile(kRecompute, current, current.units - current.again, current.again, h_tiles());
           await_granules(MOK_PHASE_GEMM1, o.x_ready, info.block, info.rows, kGranuleRows);

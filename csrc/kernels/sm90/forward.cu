@@ -6,7 +6,7 @@
 //   warp 1         store warp: writes finished tiles, act into its ring, y rows into their owners' slots
 //   warp 3         (CTA 0 of the cluster) scheduler: claims a ticket, waits for what it needs, tells both CTAs
 //   warps 4..11    two consumer warpgroups, 64 rows each: WGMMA and epilogue
-// The output staging buffer is handed to one warpgroup after the other, so one's epilogue overlaps the other's MMA.
+// Each consumer warpgroup leaves its output in a place of its own (pipeline.cuh), so neither waits for the other.
 // Legend: T tokens, K experts a token, H hidden, I intermediate, L local experts; unit, block, granule, group: constants.h.
 #include <cuda_bf16.h>
 

@@ -89,7 +89,8 @@ __device__ __forceinline__ bool next_tile(Smem& s, int i, TileInfo& tile) {
 }
 
 // Tiles that use no staging buffer do not hold the others back for the store warp: it tells what it has read, and the producer waits
-// before its description can be overwritten.
+// before its description can be overwritten. (Consumers need no such wait: each tile has a position in the ring of stages, of which the
+// producer is at most kStages ahead.)
 __device__ __forceinline__ void saw_tile(Smem& s, int i) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::store_release_cta(ptx::smem(&s.tiles_seen), i + 1);
@@ -188,7 +189,9 @@ __device__ __forceinline__ void skip_stages(Smem& s, StageCursor& at, int steps,
 // write all they have at once and go on with the next tile, whose loads have the rest of the stages.
 __device__ __forceinline__ int output_slots(int parts) { return parts > 0 ? 2 * parts - 1 : 0; }
 
-// The producer's: nothing is loaded, the positions go to the consumers once they are empty.
+// The producer's: nothing is loaded, the positions go to the consumers once they are empty. (A peer may pass such a position without our
+// multicast and arrive at our `empty` for its next use while an arrival for this one is under way. The count still tells phases apart:
+// it is there only after all sixteen have released this use at the peer's.)
 __device__ __forceinline__ void leave_stages(Smem& s, StageCursor& at, int count) {
   for (int i = 0; i < count; ++i) {
     ptx::mbarrier_wait(ptx::smem(&s.empty[at.stage]), at.parity ^ 1);
