@@ -58,6 +58,8 @@ def command(
     flags = model_flags("tiny") + shlex.split(TRAINING)
     if gpus and importlib.util.find_spec("transformer_engine"):
         flags += shlex.split(GPU) + ["--transformer-impl", "transformer_engine", "--moe-grouped-gemm"]
+        if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:  # apex's, for the output layer
+            flags.append("--no-gradient-accumulation-fusion")
     else:
         flags += shlex.split(LOCAL + (GPU if gpus else CPU))
     flags += ["--expert-model-parallel-size", str(ranks), "--moe-token-dispatcher-type", "mok"]

@@ -128,6 +128,8 @@ def default_command(config: str, words: list[str], gpus: int, data: Path) -> lis
     flags = shlex.split(TRAINING)
     if gpus and importlib.util.find_spec("transformer_engine"):
         flags += shlex.split(WITH_TE + " " + ON_GPU)
+        if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:  # apex's, for the output layer
+            flags.append("--no-gradient-accumulation-fusion")
     else:
         flags += shlex.split(LOCAL + (ON_GPU if gpus else ON_CPU))
     flags += ["--data-path", str(data), "--data-cache-path", str(_cache(data))]
