@@ -205,11 +205,6 @@ def test_frozen_experts_with_four_ranks(results):
     close(on_all(results, "ep4, frozen experts"), on_all(results, "ep4, frozen experts, alltoall"))
 
 
-def test_B74_virtual_pipeline_stages(results):
-    """Several micro-batches of a layer are in flight."""
-    close(on_all(results, "pp2 with virtual stages"), on_all(results, "one stage"))
-
-
 def test_all_ranks_end(results):
     """Groups were destroyed and made anew between layouts, and at the end."""
     assert [result.get("ended") for result in results] == [RANKS] * RANKS

@@ -3,6 +3,8 @@
 `requested_bytes` of the allocator's statistics is what was asked for, without its rounding.
 """
 
+import gc
+
 import pytest
 import torch
 
@@ -40,6 +42,7 @@ class Layer:
 
 
 def requested() -> int:
+    gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
