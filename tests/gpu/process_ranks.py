@@ -1,4 +1,6 @@
-"""One process of test_processes: four ranks on one GPU, gloo between hosts, symmetric memory for the rest.
+"""One process of test_processes: four ranks, each on a GPU of its own where there are four, else they share.
+
+Gloo between hosts, symmetric memory for the rest.
 
 Runs every scenario in one order on all ranks and writes what it saw to RESULT_FOLDER/rank.json.
 """
@@ -19,8 +21,9 @@ from megatron_mok import errors, native, runtime
 from megatron_mok.config import MokConfig
 from tests.gpu.world import Case, Layer, expected, expected_gradients, relative_error
 
-DEVICE = torch.device("cuda", 0)
-CONFIG = MokConfig(backend="cuda", shared_device=True, timeout_s=60.0)
+GPUS = torch.cuda.device_count()
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % GPUS)
+CONFIG = MokConfig(backend="cuda", shared_device=GPUS < int(os.environ["WORLD_SIZE"]), timeout_s=60.0)
 
 
 def open_comm(group, case, config=CONFIG):
