@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mok import runtime
+from megatron_mok import env, runtime
 from megatron_mok.bench.cases import PASSES, Inputs, Shape, make_inputs, route
 from megatron_mok.bench.implementations import Implementation, grouped_mm
 from megatron_mok.bench.layer import Clock, CudaClock, Dense, HostClock, append, relative_error, table
@@ -223,7 +222,7 @@ def measure(
 
 
 def say(text: str, file: TextIO = sys.stdout) -> None:
-    if os.environ["RANK"] == "0":
+    if env.integer("RANK") == 0:
         print(text, file=file, flush=True)
 
 
@@ -250,7 +249,7 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(0 if args.shared_device else int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(0 if args.shared_device else (env.integer("LOCAL_RANK") or 0))
     dist.init_process_group("gloo" if args.shared_device or not cuda else "nccl")
     ranks, device = dist.get_world_size(), "cuda" if cuda else "cpu"
     clock: Clock = CudaClock() if cuda else HostClock()
@@ -289,7 +288,7 @@ def main(argv: list[str]) -> int:
         return 2 if isinstance(error, ValueError) else 1
     finally:
         dist.destroy_process_group()
-    if int(os.environ["RANK"]) == 0:
+    if env.integer("RANK") == 0:
         if args.json:
             append(args.json, records)
         print(table([r for r in records if not r["notes"].startswith("comm_sms")]))
