@@ -9,6 +9,7 @@ other dispatcher types stay stock:
     _BaseDataParallel.__init__                   refuses data parallel wrappers other than Megatron's DDP
     DistributedDataParallel.__init__             checks the built model, and says in one line what runs
     arguments.add_megatron_arguments             adds `--mok-*`, where megatron.training is installed
+    training.training_log                        gives its writers our figures, likewise
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import warnings
 from typing import Any
 
 from ..errors import ConfigError, Problem, of_peer
-from . import report
+from . import figures, report
 from .refusals import NAME, validate
 
 _undo: list[tuple[Any, str, Any]] = []
@@ -64,6 +65,7 @@ def unregister() -> None:
         owner, name, old = _undo.pop()
         setattr(owner, name, old)
     report.forget()
+    figures.forget()
 
 
 def _rebind(owner: Any, name: str, value: Any) -> None:
@@ -117,6 +119,8 @@ def _hook() -> None:
 
         arguments = importlib.import_module("megatron.training.arguments")
         _rebind(arguments, "add_megatron_arguments", wrap(arguments.add_megatron_arguments))
+        training = importlib.import_module("megatron.training.training")
+        _rebind(training, "training_log", figures.wrap(training.training_log))
 
 
 def _is_mok(config: Any) -> bool:

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from .. import runtime
 from ..config import current
 from ..errors import ConfigError, Problem
-from . import report
+from . import figures, report
 
 
 class MokExperts:
@@ -53,6 +53,7 @@ class MokExperts:
         comm: runtime.Comm | None
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         aborting: contextlib.AbstractContextManager = contextlib.nullcontext()
+        observe = None
         if not torch.compiler.is_compiling():
             comm = runtime.get_comm(
                 self.ep_group,  # type: ignore[attr-defined]
@@ -68,6 +69,7 @@ class MokExperts:
             if report.pending():  # no DDP of Megatron's has wrapped this model
                 report.say(comm.backend, comm.why, speaker=0)
             aborting = comm.aborting()
+            observe = figures.recorder()
         elif self.comm is None or (comm := self.comm()) is None:
             raise RuntimeError("the first forward of a MoE layer must run before torch.compile traces it")
         with aborting:  # from here on the peers are about to start the call
@@ -86,6 +88,7 @@ class MokExperts:
             save_capacity=settings.save_capacity,
             main_grad=settings.main_grad,
             layer=self.layer_number or 0,
+            observe=observe,
         )
         return out.reshape(hidden_states.shape), None
 

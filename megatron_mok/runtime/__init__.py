@@ -1,6 +1,6 @@
 """Communicators, the choice of the back end, and the layer as one function call."""
 
-from .comm import Comm, choose_backend, get_comm, release, reserve
+from .comm import Comm, choose_backend, get_comm, open_workspace_bytes, release, reserve
 from .layer import moe
 from .sizes import local_bytes, saved_bytes, workspace_bytes
 
@@ -10,6 +10,7 @@ __all__ = [
     "get_comm",
     "local_bytes",
     "moe",
+    "open_workspace_bytes",
     "release",
     "reserve",
     "saved_bytes",

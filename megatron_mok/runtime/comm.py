@@ -21,6 +21,7 @@ from ..reference import exchange
 from .agreement import on_all
 from .check import LayerCheck
 from .provider import Provider, ReferenceProvider, Request
+from .sizes import workspace_bytes
 
 _REFERENCE = ReferenceProvider()
 
@@ -252,3 +253,14 @@ def release() -> None:
     _reserved = 0
     for comm in _comms.values():
         comm.close()
+
+
+def open_workspace_bytes() -> int:
+    """Bytes of symmetric memory of this rank's open workspaces; the reference back end has none."""
+    return sum(
+        workspace_bytes(
+            max_tokens=c.max_tokens, hidden=c.hidden, top_k=c.top_k, num_ranks=c.size, dtype=c.dtype
+        )
+        for c in _comms.values()
+        if c.handle is not None and c.backend != _REFERENCE.name
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ def moe(
     save_capacity: float | None = None,
     main_grad: str | None = None,
     layer: int = 0,
+    observe: Callable[[Tensor, int], None] | None = None,
 ) -> Tensor:
     """Dispatch, experts and combine: out [T, H] = sum over k of probs[t, k] * expert ids[t, k] at x[t].
 
@@ -47,7 +50,9 @@ def moe(
                    both sides
     save_capacity  rows of h kept for backward, in units of T * K; None: the configuration's
     main_grad      auto, on or off (see MokConfig); None: the configuration's
-    layer          number for error texts
+    layer          number for error texts and profiles
+    observe        called after a forward call that has a backward, with the schedule (docs/schedule.md) and
+                   the rows of h saved; not under torch.compile
 
     Collective over comm's ranks. TypeError or ValueError naming the argument; ConfigError for main_grad="on"
     without one; WorkspaceTooSmall, PeerAbort, PeerTimeout, ProtocolMismatch.
@@ -64,10 +69,32 @@ def moe(
     comm.set_layer(layer)
     with comm.aborting():
         arguments = prepare()
-    out = moe_forward(*arguments)[0]
+    traced = _is_traced(x)
+    with torch.cuda.nvtx.range(f"mok forward layer {layer}") if traced else contextlib.nullcontext():
+        out, h, schedule = moe_forward(*arguments)
+    if traced and out.grad_fn is not None:
+        _trace_backward(out.grad_fn, layer)
+    if observe is not None and schedule.numel():
+        observe(schedule, len(h))
     if comm.check.due(layer):
         compare(comm, arguments, out)
     return out
+
+
+def _is_traced(x: Tensor) -> bool:
+    """NVTX ranges, which cost next to nothing without a profiler, mark the calls on a GPU."""
+    return x.is_cuda
+
+
+def _trace_backward(node: Any, layer: int) -> None:
+    def enter(_: Any) -> None:
+        torch.cuda.nvtx.range_push(f"mok backward layer {layer}")
+
+    def leave(*_: Any) -> None:
+        torch.cuda.nvtx.range_pop()
+
+    node.register_prehook(enter)
+    node.register_hook(leave)
 
 
 def _arguments(
