@@ -4,8 +4,8 @@
 
 Real text that every machine has. One document a file (folders of tests left out), one token a byte, each
 document ended by EOD = 256: train with `--tokenizer-type NullTokenizer --vocab-size 257 --data-path OUTPUT`.
-Writes OUTPUT.bin and OUTPUT.idx with Megatron's own builder, and OUTPUT.json: the number of files and bytes,
-the Python version and the SHA-256 of the text, which differs between Python versions.
+Writes OUTPUT.bin and OUTPUT.idx with Megatron's own builder, and OUTPUT.json: where the text came from, the
+number of files and bytes, and the SHA-256 of the text, which differs between Python versions.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ def source_files(folder: Path) -> list[Path]:
 
 
 def prepare(output: Path, folder: Path | None = None) -> dict:
-    """Write the dataset unless it is there for this Python already; what OUTPUT.json holds.
+    """Write the dataset unless it is there for this folder and Python already; what OUTPUT.json holds.
 
     folder    where the text comes from; the running Python's standard library by default.
     Raises ValueError if folder holds no text.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     origin = f"{folder.name} of Python {platform.python_version()}"
+    source = {"origin": origin, "folder": str(folder.resolve())}
     summary_file = output.with_suffix(".json")
     if summary_file.exists():
         summary = json.loads(summary_file.read_text())
-        if summary["origin"] == origin:
+        if summary.items() >= source.items():
             return summary
 
     files = [path for path in source_files(folder) if path.stat().st_size]
@@ -59,7 +60,7 @@ def prepare(output: Path, folder: Path | None = None) -> dict:
         tokens = numpy.append(numpy.frombuffer(text, dtype=numpy.uint8).astype(numpy.uint16), EOD)
         builder.add_document(tokens, [len(tokens)])
     builder.finalize(get_idx_path(str(output)))
-    summary = {"origin": origin, "files": len(files), "bytes": size, "sha256": digest.hexdigest()}
+    summary = source | {"files": len(files), "bytes": size, "sha256": digest.hexdigest()}
     summary_file.write_text(json.dumps(summary, indent=2) + "\n")  # last: it says that the set is complete
     return summary
 

@@ -122,7 +122,12 @@ def test_data_set_is_the_text_byte_by_byte(tmp_path):
     ]
     assert data[0].dtype == numpy.uint16 and len(data.document_indices) == 3
     assert (summary["files"], summary["bytes"]) == (2, 13)
-    assert prepare_data.prepare(tmp_path / "out" / "set", sources) == summary
+    (sources / "a.py").unlink()
+    assert prepare_data.prepare(tmp_path / "out" / "set", sources) == summary, "made once for a folder"
+    other = tmp_path / "other" / "lib"
+    other.mkdir(parents=True)
+    (other / "c.py").write_bytes(b"y = 3\n")
+    assert prepare_data.prepare(tmp_path / "out" / "set", other)["bytes"] == 6, "a folder of the same name"
 
 
 def test_no_text_is_an_error(tmp_path):
