@@ -116,9 +116,8 @@ def test_absent_rank_is_named_B49_B51(ranks: Any) -> None:
     assert all(result["again"] <= FP32 for result in results), "new groups work"
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_torch_compile_B61(ranks: Any, fullgraph: bool) -> None:
-    for result in ranks.run("cases:compiled", fullgraph=fullgraph, limit_s=200):
+def test_torch_compile_B61(ranks: Any) -> None:
+    for result in ranks.run("cases:compiled", limit_s=200):
         assert result["equal"] == [True, True]
         assert result["op_inside"], "a graph was compiled, and the op is part of it"
         assert result["graphs"] == 1, "it serves any number of tokens"
