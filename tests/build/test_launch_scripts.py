@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mok.bench import ab
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("launch_n*.sh"))
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.json"))
@@ -83,6 +85,14 @@ def test_scripts_differ_in_the_dispatcher_only(system):
     start = mok.index("--moe-token-dispatcher-type")
     assert mok[:cut] + mok[cut + 2 : start] == hybridep[: start - 2]
     assert all("moe" in flag for flag in hybridep[start - 2 :] if flag.startswith("--"))
+    assert all("moe" in flag or "mok" in flag for flag in mok[start:] if flag.startswith("--"))
+
+
+def test_nccl_has_sms_beside_the_kernels(monkeypatch):
+    """docs/user-guide.md: the scripts overlap NCCL with kernels that would else take every SM."""
+    assert ab.option(command("launch_node8_mok.sh"), "mok-num-sms") == "116"
+    monkeypatch.setenv("NCCL_MAX_CTAS", "32")
+    assert ab.option(command("launch_node8_mok.sh"), "mok-num-sms") == "100"
 
 
 @pytest.mark.parametrize("model", MODELS)
