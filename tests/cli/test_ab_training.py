@@ -76,6 +76,15 @@ def test_bad_command_lines(capsys, monkeypatch):
     assert "matplotlib" in refused(["--baseline", "alltoall", "--plot", "x.png"], capsys)
 
 
+def test_another_text_has_another_cache(tmp_path):
+    caches = []
+    for sha256 in ("a" * 64, "b" * 64, "a" * 64):
+        (tmp_path / "stdlib.json").write_text(json.dumps({"sha256": sha256}))
+        words = training.default_command("tiny", [], 0, tmp_path / "stdlib")
+        caches.append(words[words.index("--data-cache-path") + 1])
+    assert caches[0] != caches[1] and caches[0] == caches[2]
+
+
 def test_built_in_command_without_and_with_gpus(tmp_path):
     words = training.default_command("tiny", ["--nproc-per-node=2", "--lr", "1"], 0, tmp_path / "stdlib")
     text = " ".join(words)
