@@ -39,7 +39,8 @@ class MokConfig:
     main_grad       "auto": weight gradients are added into main_grad wherever Megatron's DDP made one;
                     "on": an error where there is none; "off": always returned to autograd.
     shared_device   allow two ranks on one GPU (for functional tests; slow).
-    check_every     every so many steps compare one layer with the reference; 0 = never.
+    check_every     compare one layer with the reference in every so many of its training forwards (one a
+                    micro-batch); 0 = never.
     """
 
     comm_sms: tuple[int, int] | None = None

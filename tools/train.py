@@ -116,10 +116,9 @@ def train(argv: list[str], environment: dict[str, str], metrics: Path, log_file:
                 print(line.strip(), flush=True)
                 backend = line.strip().removeprefix("megatron_mok: ")
     if process.returncode:
-        told = log_file.read_text().split("torch/distributed/elastic")[
-            0
-        ]  # torchrun's own report only says where
-        print(*told.splitlines()[-40:], sep="\n")
+        lines = log_file.read_text().splitlines()
+        end = next((i for i, line in enumerate(lines) if "torch/distributed/elastic" in line), len(lines))
+        print(*lines[:end][-40:], sep="\n")  # without torchrun's own report, which only says where
         raise SystemExit(f"training failed (exit status {process.returncode}); all of its output: {log_file}")
     return backend
 

@@ -22,7 +22,7 @@ DATA_TIMEOUT_S = 300.0
 
 TRAINING = """
     --seq-length 256 --micro-batch-size 1 --global-batch-size 8
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 2
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 1
     --weight-decay 0.1 --clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0
     --eval-iters 0 --eval-interval 1000000 --split 100,0,0 --num-workers 0 --tokenizer-type NullTokenizer
     --no-create-attention-mask-in-dataloader --distributed-timeout-minutes 10

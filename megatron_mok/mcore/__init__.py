@@ -107,9 +107,15 @@ def _hook() -> None:
 
     @functools.wraps(wrap_model)
     def wrap_then_check(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        wrap_model(self, config, *args, **kwargs)
+        failure = None
+        try:
+            wrap_model(self, config, *args, **kwargs)
+        except Exception as error:
+            if not _is_mok(config) or not hasattr(self, "ep_group"):  # it has no peers yet that could be told
+                raise
+            failure = error
         if _is_mok(config):
-            _check(self)
+            _check(self, failure)
 
     _rebind(_BaseDataParallel, "__init__", refuse_others)
     _rebind(DistributedDataParallel, "__init__", wrap_then_check)
@@ -127,10 +133,11 @@ def _is_mok(config: Any) -> bool:
     return getattr(config, "moe_token_dispatcher_type", None) == NAME and bool(config.num_moe_experts)
 
 
-def _check(wrapper: Any) -> None:
+def _check(wrapper: Any, mine: Exception | None) -> None:
     """The model that Megatron's DDP has wrapped must consist of our layers; one line says what runs.
 
-    Collective over the ranks that hold the model. What one rank finds wrong is an error on all: its own
+    Collective over the ranks that hold the model. What one rank finds wrong, or `mine`, with which Megatron's
+    constructor has ended here, is an error on all: its own
     there, and one that names the rank and the cause elsewhere.
     """
     import torch
@@ -139,11 +146,12 @@ def _check(wrapper: Any) -> None:
     from ..config import current
     from .layer import check_applied
 
-    mine, backend, why = None, "", ""
+    backend, why = "", ""
     try:
-        check_applied(wrapper.module)
-        device = next((p.device for p in wrapper.parameters()), torch.device("cpu"))
-        backend, why = runtime.choose_backend(current(), device)
+        if mine is None:
+            check_applied(wrapper.module)
+            device = next((p.device for p in wrapper.parameters()), torch.device("cpu"))
+            backend, why = runtime.choose_backend(current(), device)
     except Exception as error:  # told to the peers, then raised
         mine = error
     told = _tell(wrapper, (report.pending(), mine and (type(mine).__name__, str(mine))))

@@ -30,9 +30,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "main_grad": dict(choices=MAIN_GRAD, help="auto: add weight gradients into main_grad where DDP made one"),
     "shared_device": dict(action="store_true", help="allow two ranks on one GPU (functional tests; slow)"),
-    "check_every": dict(type=int, help="compare one layer with the reference every so many steps; 0: never"),
+    "check_every": dict(type=int, help="compare a layer with the reference in every N-th forward; 0: never"),
 }
 assert set(_OPTIONS) == {f.name for f in fields(MokConfig)}
+
+
+_derived: int | None = None  # max_tokens that the last command line gave; the next one's takes its place
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -80,8 +83,9 @@ def configure_from(args: argparse.Namespace, unknown: Sequence[str] = ()) -> Non
         found += _problems(lambda: validate(args))
     if found:
         raise ConfigError(found, where="arguments")
-    if chosen and current().max_tokens is None and (tokens := tokens_per_call(args)):
-        configure(max_tokens=tokens)
+    global _derived
+    if chosen and current().max_tokens in (None, _derived) and (tokens := tokens_per_call(args)):
+        _derived = configure(max_tokens=tokens).max_tokens
 
 
 def _problems(judge: Callable[[], Any]) -> list[Problem]:

@@ -43,7 +43,7 @@ class MokMoELayer(MoELayer):
             if inner is not None and inner is not config and hasattr(inner, "moe_token_dispatcher_type"):
                 inner.moe_token_dispatcher_type = NAME
         self.experts.layer_number = self.layer_number
-        report.layer_was_built()
+        report.layer_was_built(self)
 
     def set_layer_number(self, layer_number: int) -> None:
         super().set_layer_number(layer_number)

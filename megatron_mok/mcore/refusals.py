@@ -1,7 +1,7 @@
 """What the dispatcher `mok` refuses: ONE table, read by the validation, by the tests and by the
 documentation.
 
-`python -m megatron_mok.mcore.refusals` prints it as Markdown.
+`python -m megatron_mok.mcore` prints it as Markdown.
 
 A row looks at settings by their TransformerConfig names. The same rows judge a TransformerConfig (before its
 own __post_init__, whose messages would know nothing of mok) and the namespace of Megatron's arguments.
@@ -331,7 +331,3 @@ def markdown() -> str:
     lines = ["| setting | needs | remedy |", "|---|---|---|"]
     lines += [f"| `{row.field}` | {row.need} | {row.remedy} |" for row in REFUSALS]
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

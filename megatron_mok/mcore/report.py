@@ -6,19 +6,21 @@ the layers built since the line before.
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import torch.distributed as dist
 
-_built = 0
+_built: weakref.WeakSet[Any] = weakref.WeakSet()  # a model that was dropped is not counted
 
 
-def layer_was_built() -> None:
-    global _built
-    _built += 1
+def layer_was_built(layer: Any) -> None:
+    _built.add(layer)
 
 
 def pending() -> int:
     """MoE layers of this process that no line has counted yet."""
-    return _built
+    return len(_built)
 
 
 def rank() -> int:
@@ -28,10 +30,9 @@ def rank() -> int:
 def say(backend: str, why: str, speaker: int | None) -> None:
     """Print the line on the rank that is to speak; every rank's layers count as said."""
     if rank() == speaker and _built:
-        print(f"megatron_mok: {_built} MoE layers on this rank, {backend} back end ({why})", flush=True)
+        print(f"megatron_mok: {len(_built)} MoE layers on this rank, {backend} back end ({why})", flush=True)
     forget()
 
 
 def forget() -> None:
-    global _built
-    _built = 0
+    _built.clear()

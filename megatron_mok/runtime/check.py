@@ -18,7 +18,7 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-10}
 
 
 class LayerCheck:
-    """Counts the training forwards of one layer, the first that called, and compares every N-th."""
+    """Counts the training forwards of one layer, the first that called; every N-th is due."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -52,6 +52,6 @@ def compare(comm: Comm, arguments: tuple, out: Tensor) -> None:
     wrong = {rank: text for rank, text in enumerate(errors) if not float(text) <= limit}
     if wrong:
         raise RuntimeError(
-            f"check_every: ||out - reference|| / ||reference|| by rank: {wrong}, need at most {limit}; run "
-            "`mok verify` for these shapes, and train with another dispatcher until it holds"
+            f"check_every: ||out - reference|| / ||reference|| by rank: {wrong}, need at most {limit}; "
+            "train with another dispatcher, and report these shapes and routes"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import time
 from collections.abc import Callable
@@ -70,6 +71,33 @@ def foreign_layer_on_rank_1() -> dict[str, Any]:
     start = time.monotonic()
     failure = failure_of(lambda: model.wrap([chunk], config))
     return {"failure": failure, "seconds": time.monotonic() - start, "step": model.Trainer("mok").step()}
+
+
+def no_memory_for_gradients_on_rank_1() -> dict[str, Any]:
+    """Megatron's own part of DDP's constructor fails on one rank; afterwards all ranks build anew."""
+    from megatron.core.distributed import distributed_data_parallel
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no memory for the gradients")
+
+    fresh(2)
+    real = distributed_data_parallel._ParamAndGradBuffer
+    start = time.monotonic()
+    try:
+        if dist.get_rank() == 1:
+            distributed_data_parallel._ParamAndGradBuffer = fails
+        failure = failure_of(lambda: model.Trainer("mok"))
+    finally:
+        distributed_data_parallel._ParamAndGradBuffer = real
+    return {"failure": failure, "seconds": time.monotonic() - start, "step": model.Trainer("mok").step()}
+
+
+def dropped() -> list[str]:
+    """A model that is built and dropped, and another that is wrapped."""
+    fresh(4)
+    model.build(model.make_config("mok"))
+    gc.collect()
+    return lines_of(lambda: model.Trainer("mok"))
 
 
 def no_back_end_on_rank_2() -> tuple[str, str] | None:

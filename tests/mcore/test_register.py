@@ -171,6 +171,12 @@ def test_max_tokens_is_enough_for_evaluation_B06(parse: Callable[..., Any]) -> N
     assert megatron_mok.current().max_tokens == 4 * 32
 
 
+def test_max_tokens_is_that_of_the_last_command_line(parse: Callable[..., Any]) -> None:
+    for batch in (2, 8):
+        parse("--micro-batch-size", str(batch))
+        assert megatron_mok.current().max_tokens == batch * 32
+
+
 @pytest.mark.short
 def test_knobs_count_beside_arguments_that_nobody_knows_B85(parse: Callable[..., Any]) -> None:
     knobs = ["--mok-backend", "reference", "--mok-save-capacity", "0.5"]
@@ -379,6 +385,19 @@ def test_layer_that_is_not_ours_on_one_rank_is_an_error_on_all_B51(ranks: Any) -
         assert kind == ("ConfigError" if rank == 1 else "PeerAbort")
         assert rank == 1 or "rank 1 gave up: ConfigError" in text
     assert len({result["step"] for result in results}) == 1
+
+
+def test_constructor_that_fails_on_one_rank_is_an_error_on_all_B51(ranks: Any) -> None:
+    results = ranks.run("build_cases:no_memory_for_gradients_on_rank_1")
+    for rank, result in enumerate(results):
+        kind, text = ("MemoryError", "") if rank == 1 else ("PeerAbort", "rank 1 gave up: MemoryError: ")
+        assert result["failure"] == (kind, text + "no memory for the gradients") and result["seconds"] < 30
+    assert len({result["step"] for result in results}) == 1
+
+
+def test_a_model_that_was_dropped_is_not_counted_B85(ranks: Any) -> None:
+    lines = ranks.run("build_cases:dropped")
+    assert [len(of_rank) for of_rank in lines] == [1, 0, 0, 0] and "2 MoE layers" in lines[0][0]
 
 
 def test_back_end_missing_on_one_stage_is_an_error_on_all_B51(ranks: Any) -> None:
