@@ -102,14 +102,12 @@ def _graph_modules(s: Settings) -> set[str]:
 
 
 def _graph_refused(s: Settings) -> bool:
-    if not _uses_cuda_graph(s):
+    """Parts of layers beside the experts may be captured by anyone, the experts by Megatron's own graphs."""
+    if not _uses_cuda_graph(s) or s.cuda_graph_impl == "full_iteration":
         return False
-    return s.cuda_graph_impl == "full_iteration" or not _graph_modules(s) <= {
-        "attn",
-        "mlp",
-        "mamba",
-        "moe_router",
-    }
+    own = s.cuda_graph_impl == "local" or s.enable_cuda_graph
+    parts = {"attn", "mlp", "mamba", "moe_router", "moe_preprocess"}
+    return not (_graph_modules(s) <= parts or (own and _graph_modules(s) <= {"full", "full_iteration"}))
 
 
 _OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
@@ -253,8 +251,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "cuda_graph_modules",
         _graph_refused,
-        "attn, mlp, mamba or moe_router (capture of the experts is not proven yet)",
-        f"list only these in --cuda-graph-modules, {OTHER}",
+        "attn, mlp, mamba, moe_router or moe_preprocess, or whole layers with cuda_graph_impl local",
+        f"list only these in --cuda-graph-modules, capture with local or full_iteration, {OTHER}",
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe"]},
         got=lambda s: f"{sorted(_graph_modules(s))} with cuda_graph_impl {s.cuda_graph_impl!r}",
     ),
