@@ -189,7 +189,7 @@ def run_training(
     metrics.unlink(missing_ok=True)
     observed.unlink(missing_ok=True)
     command = training.command(flags, steps, metrics, observed)
-    telemetry = Telemetry(open_nvml(training.gpus), warmup)
+    telemetry = Telemetry(open_nvml(training.gpus), warmup, steps)
 
     def rows() -> list[dict]:
         if training.writes_metrics():

@@ -6,6 +6,7 @@ Every figure is None where the machine cannot tell it: no NVML, no such counter,
 from __future__ import annotations
 
 import ctypes
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,14 +103,21 @@ def open_nvml(gpus: int) -> Nvml | None:
 
 @dataclass
 class Telemetry:
-    """Samples of one run: call `sample(step)` often; counters are differenced from step `warmup` on."""
+    """Samples of one run of `steps` steps: call `sample` often with the number of steps done so far.
+
+    From step `warmup` to the last one counters are differenced and busy shares averaged: neither start-up nor
+    the end of the process counts. A busy share tells of up to `period_s` before it was asked for.
+    """
 
     nvml: Nvml | None
     warmup: int
+    steps: int
+    period_s: float = 1.0
     start: tuple[int, float | None, int | None] | None = None
     last: tuple[int, float | None, int | None] | None = None
     peak: int | None = None
     busy: list[float] = field(default_factory=list)
+    settled: float = 0.0  # when a busy share no longer tells of steps before `warmup`
 
     def sample(self, step: int) -> None:
         if self.nvml is None:
@@ -121,10 +129,12 @@ class Telemetry:
             return
         if self.last is None or step > self.last[0]:
             self.last = (step, self.nvml.energy_j(), self.nvml.nvlink_bytes())
-            self.start = self.start or self.last
-        busy = self.nvml.busy()
-        if busy is not None:
-            self.busy.append(busy)
+        if self.start is None:
+            self.start, self.settled = self.last, time.monotonic() + self.period_s
+        if step < self.steps and time.monotonic() >= self.settled:
+            busy = self.nvml.busy()
+            if busy is not None:
+                self.busy.append(busy)
 
     def figures(self) -> dict[str, Any]:
         """peak_memory_bytes, energy_j_per_step, nvlink_bytes_per_step, idle_fraction; None where unknown."""

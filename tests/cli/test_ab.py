@@ -316,7 +316,7 @@ class FakeNvml:
 
 
 def test_telemetry_per_step():
-    seen = telemetry.Telemetry(telemetry.Nvml(2, FakeNvml()), warmup=2)
+    seen = telemetry.Telemetry(telemetry.Nvml(2, FakeNvml()), warmup=2, steps=6, period_s=0)
     for step in (0, 1, 2, 2, 4, 6):
         seen.sample(step)
     figures = seen.figures()
@@ -327,12 +327,35 @@ def test_telemetry_per_step():
     assert figures["nvlink_bytes_per_step"] == round(2 * 2 * 2 * 512 * 1024 / 4)
 
 
+def test_idle_time_is_that_of_the_steps_after_warm_up():
+    """Start-up, the steps before `warmup`, and what the process does after the last step are idle."""
+    nvml, idle = FakeNvml(), []
+
+    def utilization(handle, out):
+        out._obj.gpu = 0 if idle else 100
+        return 0
+
+    nvml.nvmlDeviceGetUtilizationRates = utilization
+    seen = telemetry.Telemetry(telemetry.Nvml(1, nvml), warmup=2, steps=5, period_s=0.05)
+    idle.append("start")
+    for step in (0, 1, 2):  # the last of these is asked within a period of warm-up's end
+        seen.sample(step)
+    idle.clear()
+    time.sleep(0.06)
+    for step in (3, 4):
+        seen.sample(step)
+    idle.append("end")
+    for _ in range(3):
+        seen.sample(5)
+    assert seen.busy == [1.0, 1.0] and seen.figures()["idle_fraction"] == 0
+
+
 def test_telemetry_of_a_machine_that_cannot_tell():
     assert telemetry.open_nvml(0) is None
-    silent = telemetry.Telemetry(None, warmup=1)
+    silent = telemetry.Telemetry(None, warmup=1, steps=9)
     silent.sample(5)
     assert set(silent.figures().values()) == {None}
-    no_nvlink = telemetry.Telemetry(telemetry.Nvml(2, FakeNvml(nvlink=False)), warmup=1)
+    no_nvlink = telemetry.Telemetry(telemetry.Nvml(2, FakeNvml(nvlink=False)), warmup=1, steps=9)
     for step in (1, 2):
         no_nvlink.sample(step)
     assert no_nvlink.figures()["nvlink_bytes_per_step"] is None
