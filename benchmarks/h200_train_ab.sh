@@ -5,10 +5,13 @@
 #   sequential  alltoall with SequentialMLP in the local implementation               h200-train-ab-sequential.json
 #   noise       alltoall with TEGroupedMLP once more, without fused permutation, which adds in another order: what its
 #               losses differ by from those of `te`                                   h200-train-ab-noise.json
+#   profile     where the GPU's time of steps 6 to 8 goes, both sides of `te` by themselves: milliseconds by group, the
+#               MoE layers' share, host waits inside them, idle time              h200-profile.json
 #
 # MLA runs on torch's scaled_dot_product_attention on all sides (examples/attention.py). With Transformer Engine all
 # weight gradients are added to main_grad where they are computed; examples/without_apex stands in for apex in one
-# layer. STEPS=200 is the whole comparison, fewer are a shorter one; PARTS picks parts, `noise` needs `te`.
+# layer. STEPS=200 is the whole comparison, fewer are a shorter one; PARTS picks parts, `noise` needs `te`, and
+# `profile` is left out unless named.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${STEPS:=200}" "${SEQUENTIAL_STEPS:=$STEPS}" "${PARTS:=te sequential noise}" "${EXPERTS:=32}" "${MICRO_BATCH:=8}"
@@ -79,6 +82,26 @@ result = other | {"from_alltoall": differences(pair["a"]), "from_mok": differenc
 print("alltoall in another order, from alltoall:", result["from_alltoall"], "from mok:", result["from_mok"])
 PYTHON
         ;;
-    *) echo "PARTS: got $part, need te, sequential, noise" >&2 && exit 2 ;;
+    profile)
+        for dispatcher in alltoall mok; do
+            PYTHONPATH=examples/without_apex:$PYTHONPATH timeout "$TIMEOUT" "${train[@]}" \
+                -m megatron_mok.bench.profile "$RUNS/profile-$dispatcher.json" 6 8 "${flags[@]}" "${te[@]}" \
+                --moe-permute-fusion --moe-token-dispatcher-type "$dispatcher" --train-iters 9 --log-interval 1 \
+                >"$RUNS/profile-$dispatcher.log" 2>&1 || { tail -30 "$RUNS/profile-$dispatcher.log"; exit 1; }
+        done
+        "$PYTHON" - "$RUNS" "$RESULTS/h200-profile.json" <<'PYTHON'
+import json, sys
+from pathlib import Path
+
+sides = {side: json.loads(Path(sys.argv[1], f"profile-{side}.json").read_text()) for side in ("alltoall", "mok")}
+Path(sys.argv[2]).write_text(json.dumps(sides, indent=1) + "\n")
+for side, found in sides.items():
+    moe = found["moe"]
+    print(f"{side}: step {found['step_ms']:.1f} ms, idle {found['idle_fraction']:.1%}, MoE layers {moe['share']:.1%} "
+          f"(forward {moe['forward_ms']:.1f}, backward {moe['backward_ms']:.1f} ms), waits {found['waits']['inside']}")
+    print("  " + ", ".join(f"{name} {ms:.1f}" for name, ms in found["groups_ms"].items()))
+PYTHON
+        ;;
+    *) echo "PARTS: got $part, need te, sequential, noise, profile" >&2 && exit 2 ;;
     esac
 done
