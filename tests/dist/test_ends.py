@@ -23,3 +23,14 @@ def test_B52_both_ranks_end(way, tmp_path):
         assert "OSError: no data left" in errors[1] and "exit code 1" in errors[0]
         assert "PeerAbort" in errors[0] or "PeerTimeout" in errors[0]
     assert seconds < 60
+
+
+def test_B49_a_rank_that_is_killed_is_named(tmp_path):
+    """Between two calls and inside one: the other ranks end at once, with an error, and go on without it."""
+    results = harness.run(Path(__file__).with_name("ends.py"), 3, tmp_path, 60, "killed")
+    assert all(r["exit"]["error"].startswith("exit code -9") for r in results[1:]), results
+    said = (tmp_path / "rank0.log").read_text().splitlines()
+    first, second = (line for line in said if " s, " in line)
+    assert "PeerAbort" in first and "lost rank 2 in publication" in first
+    assert "PeerAbort" in second and "lost a peer in" in second and "ended" in said
+    assert max(float(line.split(" s, ")[0]) for line in (first, second)) < 20

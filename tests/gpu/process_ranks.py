@@ -1,16 +1,21 @@
-"""One process of test_processes: four ranks, each on a GPU of its own where there are four, else they share.
+"""One process of test_processes, on a GPU of its own where there are as many as ranks, else they share one.
 
-Gloo between hosts, symmetric memory for the rest.
+    python -m tests.gpu.process_ranks RESULT_FOLDER [LIMIT_S]
 
-Runs every scenario in one order on all ranks and writes what it saw to RESULT_FOLDER/rank.json.
+Gloo between hosts, symmetric memory for the rest. Runs every scenario in one order on all ranks and writes
+what it saw to RESULT_FOLDER/rank.json. With LIMIT_S, the longest wait for a peer, ranks are killed instead.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,18 +27,20 @@ from megatron_mok.config import MokConfig
 from tests.gpu.world import Case, Layer, expected, expected_gradients, relative_error
 
 GPUS = torch.cuda.device_count()
-DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % GPUS)
-CONFIG = MokConfig(backend="cuda", shared_device=GPUS < int(os.environ["WORLD_SIZE"]), timeout_s=60.0)
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if GPUS >= SIZE else 0)
+CONFIG = MokConfig(backend="cuda", shared_device=GPUS < SIZE, timeout_s=60.0)
+LIMIT_S = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
 
 
-def open_comm(group, case, config=CONFIG):
+def open_comm(group, case, config=CONFIG, device=DEVICE):
     return runtime.get_comm(
         group,
         hidden=case.hidden,
         top_k=case.top_k,
         num_experts=case.experts,
         max_tokens=case.most_tokens,
-        device=DEVICE,
+        device=device,
         dtype=torch.bfloat16,
         config=config,
     )
@@ -87,22 +94,22 @@ def gradients(group, tokens, routing):
 
 
 def refused(group):
-    """Two ranks on one GPU without shared_device."""
+    """All ranks on one GPU without shared_device."""
     config = MokConfig(backend="cuda", timeout_s=60.0)
     try:
-        open_comm(group, Case((8,) * 4, 2, 8, 256, 128), config)
+        open_comm(group, Case((8,) * SIZE, 2, 2 * SIZE, 256, 128), config, torch.device("cuda", 0))
     except (ValueError, errors.PeerAbort) as error:
         return f"{type(error).__name__}: {error}"
     return "opened"
 
 
-def too_many(group, rank):
+def too_many(group):
     """Rank 1 brings more tokens than its workspace was made for."""
-    comm = open_comm(group, Case((64,) * 4, 2, 8, 128, 128))
-    tokens = 200 if rank == 1 else 64
-    layer = Layer.make(Case((tokens,) * 4, 2, 8, 128, 128), DEVICE)
+    comm = open_comm(group, Case((64,) * SIZE, 2, 2 * SIZE, 128, 128))
+    tokens = 200 if RANK == 1 else 64
+    layer = Layer.make(Case((tokens,) * SIZE, 2, 2 * SIZE, 128, 128), DEVICE)
     try:
-        call(layer, comm, rank, 3)
+        call(layer, comm, RANK, 3)
         torch.cuda.synchronize()
         native.lookup(comm.handle).check()
     except errors.MokError as error:
@@ -112,15 +119,16 @@ def too_many(group, rank):
     return "nothing"
 
 
-def absent(group, rank):
-    """Rank 3 stays away from a forward."""
-    comm = open_comm(group, Case((64,) * 4, 2, 8, 256, 256), CONFIG.with_(timeout_s=2.0))
-    layer = Layer.make(Case((64,) * 4, 2, 8, 256, 256), DEVICE)
-    call(layer, comm, rank, 1)
+def absent(group):
+    """The last rank stays away from a forward."""
+    case = Case((64,) * SIZE, 2, 2 * SIZE, 256, 256)
+    comm = open_comm(group, case, CONFIG.with_(timeout_s=2.0))
+    layer = Layer.make(case, DEVICE)
+    call(layer, comm, RANK, 1)
     torch.cuda.synchronize()
     try:
-        if rank != 3:
-            call(layer, comm, rank, 2)
+        if RANK != SIZE - 1:
+            call(layer, comm, RANK, 2)
             torch.cuda.synchronize()
             native.lookup(comm.handle).check()
     except errors.MokError as error:
@@ -131,33 +139,113 @@ def absent(group, rank):
     return "nothing"
 
 
+def scenarios() -> dict[str, Callable[[], object]]:
+    """By name, what each rank does; halves run at the same time, each a group of its own."""
+    half = SIZE // 2
+    everyone, halves = dist.group.WORLD, [dist.new_group(list(range(r, r + half))) for r in (0, half)]
+    mine, tokens = halves[RANK // half], ((300, 0, 200, 512) * 2)[:SIZE]
+    made = {
+        "refused": lambda: refused(everyone),
+        "all": lambda: correct(everyone, tokens, "random"),
+        "all-one rank gets all": lambda: correct(everyone, ((100, 200, 200, 100) * 2)[:SIZE], "rank 0"),
+        "half": lambda: correct(mine, (300, 250, 0, 100)[:half], "absent"),
+        "backward of all": lambda: gradients(everyone, tokens, "random"),
+        "backward of half": lambda: gradients(mine, (300, 250, 0, 100)[:half], "absent"),
+        "too many": lambda: too_many(everyone),
+        "absent": lambda: absent(everyone),
+    }
+    return {name: made[name] for name in made if half > 1 or "half" not in name}
+
+
+# ---- ranks that are killed: the last one, then the last of those that are left
+
+
+def wait_for_the_end_of(pid):
+    """Until the process is gone and the driver has taken its kernels away; a part of LIMIT_S at most."""
+    try:
+        gone = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([gone], [], [], 0.7 * LIMIT_S)
+    os.close(gone)
+    time.sleep(0.2)
+
+
+def killed(group, way):
+    """The group's last rank is killed. What the others saw: [error, seconds from the kill to it].
+
+    between calls: before a forward of the others. inside a forward, a backward: its kernel and those of all
+    others but rank 0 run and wait for rank 0, which comes when the process is gone.
+    """
+    ranks = dist.get_world_size(group)
+    case = Case((64,) * ranks, 2, 2 * ranks, 256, 256)
+    comm = open_comm(group, case, CONFIG.with_(timeout_s=LIMIT_S))
+    layer = Layer.make(case, DEVICE)
+    w1, w2 = (w[0].clone().requires_grad_() for w in layer.weights(RANK))
+    x = layer.x[RANK].requires_grad_()
+
+    def forward():
+        return runtime.moe(
+            x, layer.ids[RANK], layer.probs[RANK], w1, w2, comm=comm, num_experts=case.experts, layer=5
+        )
+
+    def backward(out):
+        torch.autograd.grad(out, (x, w1, w2), layer.dy[RANK])
+
+    backward(forward())  # the first call waits longer
+    out = forward() if way == "inside a backward" else None
+    torch.cuda.synchronize()
+    native.lookup(comm.handle).check()
+    act = forward if out is None else lambda: backward(out)
+    key, victim = f"dies {way}", RANK == ranks - 1
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier(group)
+    if victim:
+        if way != "between calls":
+            act()
+        store.set(key, str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if RANK == 0 or way == "between calls":
+        wait_for_the_end_of(int(store.get(key)))
+    start = time.monotonic()
+    try:
+        act()
+        torch.cuda.synchronize()
+        native.lookup(comm.handle).check()
+    except errors.MokError as error:
+        return [f"{type(error).__name__}: {error}", time.monotonic() - start]
+    finally:
+        runtime.release()
+    return ["nothing", time.monotonic() - start]
+
+
+def kills() -> dict[str, Callable[[], object]]:
+    """Each way takes the last rank of a group that is one rank smaller than the one before."""
+    ways = ["between calls", "inside a forward", "inside a backward"] if SIZE > 2 else ["inside a forward"]
+    groups = [dist.new_group(list(range(SIZE - i))) for i in range(len(ways))]  # while all ranks are there
+    pairs = list(zip(ways, groups, strict=True))
+    return {
+        way: lambda way=way, group=group: killed(group, way)
+        for i, (way, group) in enumerate(pairs)
+        if RANK < SIZE - i
+    }
+
+
 def main():
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    file = Path(sys.argv[1], f"{RANK}.json")
     results = {}
-    everyone = dist.group.WORLD
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    scenarios = {
-        "refused": lambda: refused(everyone),
-        "four": lambda: correct(everyone, (300, 0, 200, 512), "random"),
-        "four-one rank gets all": lambda: correct(everyone, (100, 200, 200, 100), "rank 0"),
-        "two": lambda: correct(pairs[rank // 2], (300, 250), "absent"),
-        "backward of four": lambda: gradients(everyone, (300, 0, 200, 512), "random"),
-        "backward of two": lambda: gradients(pairs[rank // 2], (300, 250), "absent"),
-        "too many": lambda: too_many(everyone, rank),
-        "absent": lambda: absent(everyone, rank),
-    }
-    for name, scenario in scenarios.items():
+    for name, scenario in (kills() if LIMIT_S else scenarios()).items():
         try:
             results[name] = scenario()
         except Exception:
             results[name] = traceback.format_exc()
-        Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(results))
+        file.write_text(json.dumps(results))
     runtime.release()
     dist.destroy_process_group()
-    results["ended"] = size
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(results))
+    results["ended"] = SIZE
+    file.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
