@@ -1,44 +1,129 @@
 #!/usr/bin/env bash
-# What needs several GPUs of one host, one process a GPU, in under 9 minutes:
-#   tests   four ranks in processes: rendezvous, forward, backward, errors, a rank that stays away
-#   layer   one layer on 2, 4 and 8 GPUs: mok beside NCCL's all-to-all with grouped_mm, the same with routing inside each
-#           rank (what that saves is communication that did not hide), forward with other numbers of comm SMs
-#   train   50 steps of the example at EP = GPUs, mok and alltoall, losses and bitwise repetition
-# PARTS picks parts, SHAPES and STEPS are smaller for a quick look. NVLink multicast stays off.
-# DeepEP, HybridEP and LigerMoE are not measured, and no rank is killed. DRY=1 runs layer and train on the CPU, to see
-# that the commands hold.
-set -euo pipefail
+# What needs several GPUs of one host, one process a GPU, in under 9 minutes whatever happens:
+#   tests      2, 4 and 8 ranks in processes: rendezvous, forward, backward, errors, ranks that stay away or are killed
+#   layer      one layer on 1, 2, 4 and 8 GPUs: mok, NCCL's all-to-all with grouped_mm, DeepEP and HybridEP where they
+#              are installed (who is absent is said), and the same with routing inside each rank: what that saves is
+#              communication that did not hide
+#   bandwidth  layers that transfers bound: GB/s by bytes a row, tokens and communication SMs
+#   train      50 steps of h200_train_ab.json at EP = GPUs, mok and alltoall
+#   killed     the same with mok, one worker killed half-way; its losses must be those of `train`, bit for bit
+#   peers      `train` with DeepEP and HybridEP in Megatron's flex dispatcher, where they are installed
+#   report     a page from what all of them left
+# A part that fails or is late does not stop the others; the exit code is then 1. PARTS picks parts; SHAPES, STEPS and
+# GPUS (a smaller number of them) are for a quick look. GPUS=1 tries the script on one GPU, where nothing crosses
+# NVLink; DRY=1 on the CPU, in 2 minutes on two idle cores. NVLink multicast stays off.
+set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-: "${PARTS:=tests layer train}" "${SHAPES:=A B C D}" "${STEPS:=50}" "${PYTHON:=python3}" "${DRY:=}"
-: "${RESULTS:=benchmarks/results}" "${REPORTS:=benchmarks/reports}" "${COMMIT:=$(git rev-parse HEAD 2>/dev/null || true)}"
+: "${PARTS:=tests layer bandwidth train killed peers report}" "${SHAPES:=A B C D}" "${STEPS:=50}"
+: "${PYTHON:=python3}" "${DRY:=}" "${GPUS:=}" "${COMMIT:=$(git rev-parse HEAD 2>/dev/null || true)}"
+: "${RESULTS:=benchmarks/results}" "${REPORTS:=benchmarks/reports}" "${RUNS:=runs}"
+TOTAL_S=490 GRACE_S=40 # torchrun gives its workers 30 s to end
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 
 if [ -n "$DRY" ]; then
-    gpus=2 name=dry-x2 SHAPES=32,64,32,8,2 layer=(--reps 3) train=(--config tiny)
+    GPUS=2 STEPS=4 SHAPES=24,64,32,8,2 name=dry-x2
+    tests=(tests/dist/test_ends.py -k killed) sizes=2 layer=(--reps 3)
+    bandwidth=(--hidden 64 --tokens 16 64 --comm-sms 0 4 --reps 3)
+    train=(--config tiny -- --seq-length 64 --global-batch-size 2 --num-layers 2 --moe-layer-freq '([0]*1+[1]*1)')
 else
-    gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
-    name=h200-x$gpus layer=(--comm-sms 2 4 8 16) train=(--config benchmarks/h200_train_ab.json)
-    [ "$gpus" -ge 2 ] || { echo "multi_gpu.sh: got $gpus GPUs, need 2 or more; DRY=1 runs it on the CPU" >&2; exit 2; }
+    seen=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || exit 2
+    if [ "${GPUS:-$seen}" -gt "$seen" ] || { [ -z "$GPUS" ] && [ "$seen" -lt 2 ]; }; then
+        echo "multi_gpu.sh: got $seen GPUs, need ${GPUS:-2} or more; DRY=1 runs it on the CPU" >&2
+        exit 2
+    fi
+    : "${GPUS:=$seen}"
+    name=h200-x$GPUS tests=(tests/gpu/test_processes.py) sizes="1 2 4 8" layer=() bandwidth=()
+    train=(--config benchmarks/h200_train_ab.json -- --num-experts 32 --sdpa --no-rope-fusion
+        --seq-length 4096 --micro-batch-size 2 --global-batch-size $((2 * GPUS)) --lr 3e-4 --min-lr 3e-5)
+    if "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("transformer_engine"))'; then
+        PYTHONPATH=examples/without_apex:$PYTHONPATH
+        train+=(--moe-permute-fusion)
+    fi
 fi
-mkdir -p "$RESULTS" "$REPORTS"
+train+=(--nproc-per-node "$GPUS")
+mkdir -p "$RESULTS" "$REPORTS" "$RUNS"
 read -ra shapes <<<"$SHAPES"
+outcomes=() status=0
+
+note() { # PART OUTCOME SECONDS
+    outcomes+=("$1" "$2" "$3")
+    echo "== $1: $2, $3 s"
+}
+
+run() { # PART SECONDS COMMAND...: in that time, and in what is left of all
+    local part=$1 limit=$2 left=$((TOTAL_S - SECONDS)) began=$SECONDS outcome=done
+    shift 2
+    [ "$left" -ge "$limit" ] || limit=$left
+    echo "== $part"
+    if [ "$limit" -lt 5 ]; then
+        outcome="NOT RUN: no time left"
+    else
+        timeout --kill-after="$GRACE_S" "$limit" "$@"
+        local code=$?
+        [ "$code" = 0 ] || outcome="FAILED: exit code $code"
+        [ "$code" != 124 ] || outcome="LATE: stopped after $limit s"
+    fi
+    [ "$outcome" = done ] || status=1
+    note "$part" "$outcome" $((SECONDS - began))
+}
+
+torchrun=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node)
+bench=(-m megatron_mok.bench.distributed --commit "$COMMIT")
+ab=("$PYTHON" -m megatron_mok.cli ab --steps "$STEPS" --no-repeat)
 
 for part in $PARTS; do
-    echo "== $part"
     case $part in
-    tests) [ -n "$DRY" ] || timeout 180 "$PYTHON" -m pytest -q tests/gpu/test_processes.py ;;
+    tests) run tests 100 "$PYTHON" -m pytest -q "${tests[@]}" ;;
     layer)
         rm -f "$RESULTS/$name-layer.json"
-        for ranks in 2 4 8; do
-            [ "$ranks" -le "$gpus" ] || continue
-            timeout 150 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
-                -m megatron_mok.bench.distributed --shape "${shapes[@]}" "${layer[@]}" --commit "$COMMIT" \
-                --json "$RESULTS/$name-layer.json"
+        for ranks in $sizes; do
+            [ "$ranks" -le "$GPUS" ] || continue
+            chosen=("${shapes[@]}")
+            [ "$ranks" -gt 1 ] || [ "$GPUS" = 1 ] || chosen=(C D) # what the rates of several are compared with
+            run "layer, $ranks ranks" 45 "${torchrun[@]}" "$ranks" "${bench[@]}" \
+                --shape "${chosen[@]}" "${layer[@]}" --json "$RESULTS/$name-layer.json"
         done ;;
+    bandwidth)
+        rm -f "$RESULTS/$name-bandwidth.json"
+        run bandwidth 45 "${torchrun[@]}" "$GPUS" "${bench[@]}" \
+            --bandwidth "${bandwidth[@]}" --json "$RESULTS/$name-bandwidth.json" ;;
     train)
-        "$PYTHON" -m megatron_mok.cli ab --baseline alltoall --steps "$STEPS" "${train[@]}" \
-            --runs "runs/$name" --json "$RESULTS/$name-train-ab.json" --plot "$REPORTS/$name-train-ab.png" --repeat -- --nproc-per-node "$gpus" ;;
-    *) echo "multi_gpu.sh: PARTS: got $part, need tests, layer or train" >&2; exit 2 ;;
+        run train 110 "${ab[@]}" --baseline alltoall --json "$RESULTS/$name-train-ab.json" \
+            --runs "$RUNS/$name" "${train[@]}" ;;
+    killed)
+        like=() ab_json=$RESULTS/$name-train-ab.json
+        [[ " $PARTS " != *" train "* ]] || [ ! -f "$ab_json" ] || like=(--like "$ab_json")
+        run killed 50 "$PYTHON" -m megatron_mok.bench.killed --steps "$STEPS" --at $((STEPS / 2)) "${like[@]}" \
+            --json "$RESULTS/$name-killed.json" --runs "$RUNS/$name" "${train[@]}" ;;
+    peers)
+        for peer in deepep hybridep; do
+            absent=$("$PYTHON" -c 'import sys; from megatron_mok.bench.baselines import BASELINES
+print(BASELINES[sys.argv[1]].missing() or "")' "$peer")
+            if [ -z "$absent" ]; then
+                run "train, $peer" 90 "${ab[@]}" --baseline "$peer" \
+                    --json "$RESULTS/$name-train-ab-$peer.json" --runs "$RUNS/$name-$peer" "${train[@]}"
+            else
+                note "train, $peer" "absent: $absent" 0
+            fi
+        done ;;
+    report) ;; # below, whatever the order
+    *)
+        echo "multi_gpu.sh: PARTS: got $part, need some of tests layer bandwidth train killed peers report" >&2
+        exit 2 ;;
     esac
 done
+
+if [[ " $PARTS " == *" report "* ]]; then
+    "$PYTHON" - "$RESULTS/$name-parts.json" "${outcomes[@]}" <<'PYTHON'
+import json, sys
+from pathlib import Path
+
+path, *words = sys.argv[1:]
+rows = list(zip(words[::3], words[1::3], map(int, words[2::3])))
+Path(path).write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+PYTHON
+    "$PYTHON" -m megatron_mok.bench.multi_gpu --results "$RESULTS" --name "$name" --output "$REPORTS/$name.md" ||
+        status=1
+fi
+exit "$status"

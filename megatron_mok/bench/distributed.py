@@ -1,145 +1,47 @@
-"""One MoE layer over several GPUs, one process each: mok beside torch's all-to-all with grouped_mm.
+"""One MoE layer over several GPUs, one process each: mok beside torch's all-to-all with grouped_mm and peers.
 
     torchrun --nproc-per-node 8 -m megatron_mok.bench.distributed --shape A B --json F
+    torchrun --nproc-per-node 8 -m megatron_mok.bench.distributed --bandwidth --json F
 
 Every rank brings T tokens and holds E/R experts. Times are the slowest rank's of each call. Routing `local`
 sends every token to experts of its own rank, in the same numbers: what that saves is communication that did
-not hide. Without a GPU it runs the CPU back end over gloo, for its own test.
+not hide. --bandwidth times layers with so little arithmetic that transfers bound them, for sizes of messages
+and numbers of communication SMs, beside torch's all-to-all of the same rows. A peer that cannot take part is
+named with the reason. Without a GPU everything runs on the CPU back end over gloo, to see that it works.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 from megatron_mok import env, runtime
-from megatron_mok.bench.cases import PASSES, Inputs, Shape, make_inputs, route
-from megatron_mok.bench.implementations import Implementation, grouped_mm
+from megatron_mok.bench.across import PEERS, ROUTINGS, AllToAll, MokAcross, absent, open_comm, rank_inputs
+from megatron_mok.bench.cases import PASSES, Shape
+from megatron_mok.bench.implementations import Implementation
 from megatron_mok.bench.layer import Clock, CudaClock, Dense, HostClock, append, relative_error, table
 from megatron_mok.config import MokConfig
 
-ROUTINGS = ("balanced", "random", "local")
 TRANSFERS = {"fwd_nograd": 2, "fwd": 2, "bwd": 3, "bwd_acc32": 3}  # x, y; x, dy, dx
 LIMIT = 2e-2  # relative difference of two bf16 implementations
+GROUP_TIMEOUT = datetime.timedelta(seconds=60)  # a rank that fails alone ends the others
+# --bandwidth: I is the least that the kernels take, K = 1 so that a row is a token, L experts a rank.
+INTERMEDIATE, LOCAL_EXPERTS = 128, 4
 
 
 def remote_bytes(shape: Shape, ranks: int, which: str) -> int:
     """Bytes that one rank receives from others in a pass, with balanced routing."""
     return TRANSFERS[which] * shape.rows * shape.H * 2 * (ranks - 1) // ranks
-
-
-def rank_inputs(shape: Shape, routing: str, rank: int, ranks: int, device: str, seed: int) -> Inputs:
-    """What one rank brings and holds: T tokens of its own, routed over all E experts; E/R experts."""
-    local = shape.E // ranks
-    mine = make_inputs(replace(shape, E=local, K=min(shape.K, local)), "random", device, seed + rank)
-    g = torch.Generator(device=device).manual_seed(seed + 1000 + rank)
-    if routing == "local":
-        ids = route(replace(shape, E=local), "balanced", g) + rank * local
-    else:
-        ids = route(shape, routing, g)
-    p = torch.rand(shape.T, shape.K, device=device, generator=g) + 0.1
-    return Inputs(shape, routing, mine.x, mine.dy, ids, p / p.sum(1, keepdim=True), mine.w1, mine.w2)
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows to other ranks, in consecutive pieces of `send` rows; `receive` rows come back from each."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        ctx.counts = send, receive
-        got = rows.new_empty(sum(receive), *rows.shape[1:])
-        dist.all_to_all_single(got, rows.contiguous(), receive, send)
-        return got
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        send, receive = ctx.counts
-        return _Exchange.apply(grads[0], receive, send), None, None
-
-
-def _activate(h: Tensor, weight: Tensor) -> Tensor:
-    gate, up = h.float().chunk(2, -1)
-    return (F.silu(gate) * up * weight).to(h.dtype)
-
-
-class AllToAll(Implementation):
-    """torch.distributed's all-to-all on rows sorted by expert, grouped_mm, a compiled activation."""
-
-    name = "alltoall"
-
-    def __init__(self, inputs: Inputs):
-        super().__init__(inputs)
-        self.ranks = dist.get_world_size()
-        self.activate: Callable[[Tensor, Tensor], Tensor] = _activate
-        if inputs.x.is_cuda:
-            torch._dynamo.reset()
-            self.activate = torch.compile(_activate, dynamic=False, fullgraph=True)
-
-    def layer(self, x: Tensor, p: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        T, K, E, R = *self.inputs.ids.shape, self.inputs.shape.E, self.ranks
-        flat = self.inputs.ids.reshape(-1).long()
-        order = torch.argsort(flat, stable=True)
-        sent = torch.bincount(flat, minlength=E).view(R, E // R)  # [to rank, its expert]
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        send, receive = sent.sum(1).tolist(), received.sum(1).tolist()
-        rows = _Exchange.apply(x.index_select(0, order // K), send, receive)
-        weight = _Exchange.apply(p.reshape(-1, 1).index_select(0, order), send, receive)
-        expert = torch.arange(E // R, device=x.device).repeat(R).repeat_interleave(received.view(-1))
-        by_expert = torch.argsort(expert, stable=True)
-        ends = received.sum(0).cumsum(0).int()
-        h = grouped_mm(rows.index_select(0, by_expert), w1.transpose(1, 2), offs=ends)
-        y = grouped_mm(self.activate(h, weight.index_select(0, by_expert)), w2.transpose(1, 2), offs=ends)
-        back = _Exchange.apply(y.index_select(0, torch.argsort(by_expert)), receive, send)
-        return back.index_select(0, torch.argsort(order)).view(T, K, -1).float().sum(1).to(x.dtype)
-
-
-class MokDistributed(Implementation):
-    """The operators of this package over the ranks of the default group."""
-
-    name = "mok"
-
-    def __init__(self, inputs: Inputs, config: MokConfig):
-        super().__init__(inputs)
-        s, x = inputs.shape, inputs.x
-        self.ranks = dist.get_world_size()
-        self.comm = runtime.Comm(dist.group.WORLD, s.H, s.K, s.E, s.T, x.device, x.dtype, config).open()
-        self.notes = f"back end {self.comm.backend}"
-
-    def layer(self, x: Tensor, p: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return self._moe("off", x, p, w1, w2)
-
-    def _moe(self, main_grad: str, x: Tensor, p: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return runtime.moe(
-            x,
-            self.inputs.ids,
-            p,
-            w1,
-            w2,
-            comm=self.comm,
-            num_experts=self.inputs.shape.E,
-            main_grad=main_grad,
-        )
-
-    def step_acc32(self, main: list[Tensor]) -> tuple[Tensor, Tensor]:
-        for weight, buffer in zip(self.leaves[2:], main, strict=True):
-            vars(weight).update(main_grad=buffer, grad_added_to_main_grad=False)
-        dx, dp, *_ = torch.autograd.grad(self._moe("on", *self.leaves), self.leaves, self.inputs.dy)
-        return dx, dp
-
-    def close(self) -> None:
-        self.comm.close()
 
 
 def largest(values: list[float]) -> list[float]:
@@ -158,67 +60,144 @@ def difference(one: Implementation, other: Implementation) -> float:
     return largest([worst])[0]
 
 
-def measure(
-    shape: Shape,
-    routing: str,
-    passes: Sequence[str],
-    reps: int,
-    facts: dict[str, Any],
-    clock: Clock,
-    dense: Dense,
-    *,
-    device: str,
-    config: MokConfig,
-    seed: int = 0,
-    baseline: bool = True,
-    notes: str = "",
-) -> list[dict[str, Any]]:
-    """Records of both implementations, in turns. RuntimeError on all ranks where they disagree.
+class Bench:
+    """What all measurements of a run share. `facts` {commit, gpu, driver, cuda, torch} go into every record.
 
-    facts: {commit, gpu, driver, cuda, torch}, copied into the records. baseline: alltoall too. A record is as
-    in bench.layer, with the GB/s that a rank receives from others over the whole pass.
+    Records are appended to `json`, if given, as they are made.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    inputs = rank_inputs(shape, routing, rank, ranks, device, seed)
-    mok = MokDistributed(inputs, config)
-    ways: list[Implementation] = [AllToAll(inputs), mok] if baseline else [mok]
-    if baseline and not (found := difference(*ways)) <= LIMIT:
-        raise RuntimeError(f"{shape.label}, {routing}: mok and alltoall differ by {found:.3g}, need {LIMIT}")
-    main = [torch.zeros_like(w, dtype=torch.float32) for w in (inputs.w1, inputs.w2)]
 
-    def call(way: Implementation, which: str) -> Callable[[], object]:
-        if which == "bwd_acc32":
-            return lambda: way.step_acc32(main)
-        return {"fwd_nograd": way.fwd_nograd, "fwd": way.fwd, "bwd": way.step}[which]
+    def __init__(self, facts: dict[str, Any], device: str, config: MokConfig, reps: int, json: Path | None):
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.facts, self.device, self.config = facts, device, config
+        self.reps, self.json = reps, json
+        self.clock: Clock = CudaClock() if device == "cuda" else HostClock()
+        self.dense = Dense(self.clock, device) if device == "cuda" else Dense(self.clock, device, size=256)
+        # Without NCCL there is nothing to compare with on GPUs.
+        self.baseline = dist.get_backend() == "nccl" or device == "cpu"
+        self.made: list[dict[str, Any]] = []
 
-    times: dict[tuple[str, str], list[float]] = {}
-    rates = []
-    needed = [w for w in PASSES if w in passes or w == "fwd"]  # a backward pass is the step less the forward
-    for turn in range(3):
-        rates.append(dense.tflops())
+    def add(self, records: list[dict[str, Any]]) -> None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        records = [{**self.facts, "date": now, "ranks": self.ranks, **r} for r in records]
+        self.made += records
+        if self.json and self.rank == 0:
+            append(self.json, records)
+
+    def times(self, call: Callable[[], object], warmup: int, reps: int) -> list[float]:
+        self.clock.times(call, warmup if self.device == "cuda" else 1)
+        dist.barrier()
+        return self.clock.times(call, reps)
+
+    def layer(
+        self, shape: Shape, routing: str, passes: Sequence[str], peers: Sequence[str], seed: int = 0
+    ) -> None:
+        """Every way on one layer, in turns. Records are as in bench.layer, with the GB/s that a rank receives
+        from others over the whole pass.
+
+        RuntimeError on all ranks where mok and alltoall disagree. A peer that fails or disagrees is left out.
+        """
+        inputs = rank_inputs(shape, routing, self.rank, self.ranks, self.device, seed)
+        comm = open_comm(shape, inputs.x.device, inputs.x.dtype, self.config)
+        mok = MokAcross(inputs, comm)
+        ways: list[Implementation] = [mok]
+        if self.baseline:
+            yardstick = AllToAll(inputs)
+            if not (found := difference(yardstick, mok)) <= LIMIT:
+                raise RuntimeError(
+                    f"{shape.label}, {routing}: mok and alltoall differ by {found:.3g}, need {LIMIT}"
+                )
+            ways = [yardstick, mok]
+            for name in peers:
+                try:
+                    peer = PEERS[name](inputs)
+                    if not (found := difference(yardstick, peer)) <= LIMIT:
+                        raise RuntimeError(f"differs from alltoall by {found:.3g}, need {LIMIT}")
+                    ways.append(peer)
+                except Exception as error:
+                    self.leave_out(name, f"{shape.label}, {routing}: {type(error).__name__}: {error}")
+        main = [torch.zeros_like(w, dtype=torch.float32) for w in (inputs.w1, inputs.w2)]
+
+        def call(way: Implementation, which: str) -> Callable[[], object]:
+            if which == "bwd_acc32":
+                return lambda: way.step_acc32(main)
+            return {"fwd_nograd": way.fwd_nograd, "fwd": way.fwd, "bwd": way.step}[which]
+
+        times: dict[tuple[str, str], list[float]] = {}
+        rates = []
+        needed = [
+            w for w in PASSES if w in passes or w == "fwd"
+        ]  # a backward pass is the step less the forward
+        for turn in range(3):
+            rates.append(self.dense.tflops())
+            for way in ways:
+                for which in needed:
+                    made = self.times(call(way, which), 10 if turn == 0 else 3, -(-self.reps // 3))
+                    times.setdefault((way.name, which), []).extend(made)
+        records, rate = [], statistics.mean(rates)
         for way in ways:
-            for which in needed:
-                clock.times(call(way, which), 10 if turn == 0 else 3)
-                dist.barrier()
-                times.setdefault((way.name, which), []).extend(clock.times(call(way, which), -(-reps // 3)))
-    records = []
-    for way in ways:
-        for which in passes:
-            ms = statistics.median(largest(times[way.name, which]))
-            if which.startswith("bwd"):
-                ms -= statistics.median(largest(times[way.name, "fwd"]))
-            tflops, rate = shape.flops(which) / ms / 1e9, statistics.mean(rates)
-            moved = 0 if routing == "local" else remote_bytes(shape, ranks, which)
-            records.append({
-                **facts, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "shape": vars(shape), "ranks": ranks, "routing": routing, "pass": which, "impl": way.name,
-                "ms": round(ms, 4), "tflops": round(tflops, 1), "dense_tflops": round(rate, 1),
-                "ratio_to_dense": round(tflops / rate, 4), "received_gbps": round(moved / ms / 1e6, 1),
-                "notes": notes or way.notes,
-            })  # fmt: skip
-        way.close()
-    runtime.release()
-    return records
+            median = {which: statistics.median(largest(times[way.name, which])) for which in needed}
+            for which in passes:
+                ms = median[which] - (median["fwd"] if which.startswith("bwd") else 0)
+                tflops = shape.flops(which) / ms / 1e9
+                moved = 0 if routing == "local" else remote_bytes(shape, self.ranks, which)
+                records.append({
+                    "shape": asdict(shape), "routing": routing, "pass": which, "impl": way.name,
+                    "ms": round(ms, 4), "tflops": round(tflops, 1), "dense_tflops": round(rate, 1),
+                    "ratio_to_dense": round(tflops / rate, 4), "received_gbps": round(moved / ms / 1e6, 1),
+                    "notes": way.notes,
+                })  # fmt: skip
+            way.close()
+        self.add(records)
+        comm.close()
+
+    def leave_out(self, peer: str, why: str) -> None:
+        say(f"not measured: {peer}: {why}")
+        self.add([{"impl": peer, "absent": why}])
+
+    def bandwidth(self, hidden: int, tokens: int, comm_sms: Sequence[int], seed: int = 0) -> None:
+        """Forward and backward of a layer that transfers bound, for each number of communication SMs (0: the
+        kernels' choice), remote and local; and one all-to-all of its rows. Records {hidden, tokens, comm_sms,
+        pass (fwd, bwd, transfer), impl, ms, local_ms, received_gbps}.
+        """
+        shape = Shape(tokens, hidden, INTERMEDIATE, LOCAL_EXPERTS * self.ranks, 1)
+        remote, local = (
+            rank_inputs(shape, routing, self.rank, self.ranks, self.device, seed)
+            for routing in ("balanced", "local")
+        )
+        common = {"hidden": hidden, "tokens": tokens}
+        records = []
+
+        def record(which: str, impl: str, sms: int, ms: float, moved: int, **more: Any) -> None:
+            figures = {"ms": round(ms, 4), "received_gbps": round(moved / ms / 1e6, 1)}
+            records.append({**common, "comm_sms": sms, "pass": which, "impl": impl, **figures, **more})
+
+        for sms in comm_sms:
+            config = self.config.with_(comm_sms=(sms, sms) if sms else None)
+            comm = open_comm(shape, remote.x.device, remote.x.dtype, config)
+            ms = {}
+            for name, inputs in (("remote", remote), ("local", local)):
+                mok = MokAcross(inputs, comm)
+                for which, call in (("fwd", mok.fwd), ("bwd", mok.step)):
+                    ms[name, which] = statistics.median(largest(self.times(call, 3, self.reps)))
+                ms[name, "bwd"] -= ms[name, "fwd"]
+            for which in ("fwd", "bwd"):
+                moved = remote_bytes(shape, self.ranks, which)
+                record(which, "mok", sms, ms["remote", which], moved, local_ms=round(ms["local", which], 4))
+            comm.close()
+        if self.baseline:
+            rows = remote.x[: tokens // self.ranks * self.ranks]
+            got = torch.empty_like(rows)
+            times = self.times(lambda: dist.all_to_all_single(got, rows), 3, self.reps)
+            moved = rows.nbytes * (self.ranks - 1) // self.ranks
+            record("transfer", "alltoall", 0, statistics.median(largest(times)), moved)
+        self.add(records)
+
+
+def bandwidth_table(records: Sequence[dict[str, Any]]) -> str:
+    """GB/s that a rank receives over a pass; local ms: the time of the same pass without transfers."""
+    columns = ("hidden", "tokens", "impl", "comm_sms", "pass", "ms", "received_gbps", "local_ms")
+    rows = [columns, *(tuple(str(r.get(c, "-")) for c in columns) for r in records)]
+    return "\n".join(" ".join(f"{cell:>13}" for cell in row) for row in rows)
 
 
 def say(text: str, file: TextIO = sys.stdout) -> None:
@@ -233,8 +212,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shape", nargs="+", default=["A"], help="A B C D or T,H,I,E,K; T tokens a rank")
     p.add_argument("--routing", nargs="+", default=["balanced", "local"], choices=ROUTINGS)
     p.add_argument("--pass", dest="passes", nargs="+", default=["fwd", "bwd", "bwd_acc32"], choices=PASSES)
+    p.add_argument("--bandwidth", action="store_true", help="instead of the shapes: what transfers reach")
     p.add_argument(
-        "--comm-sms", type=int, nargs="+", default=[], help="forward again with so many, mok alone"
+        "--hidden", type=int, nargs="+", default=[2048, 7168], help="of --bandwidth: a row has H * 2 bytes"
+    )
+    p.add_argument("--tokens", type=int, nargs="+", default=[512, 4096, 32768], help="of --bandwidth, a rank")
+    p.add_argument(
+        "--comm-sms", type=int, nargs="+", default=[0, 4, 8, 16, 32], help="of --bandwidth; 0: default"
     )
     p.add_argument(
         "--shared-device", action="store_true", help="ranks on one GPU: for function, not for time"
@@ -245,58 +229,51 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def run(args: argparse.Namespace, bench: Bench) -> None:
+    """Everything that the command line asks for. ValueError, RuntimeError on all ranks."""
+    if args.bandwidth:
+        for hidden in args.hidden:
+            for tokens in args.tokens:
+                bench.bandwidth(hidden, tokens, args.comm_sms)
+        say(bandwidth_table(bench.made))
+        return
+    gone = absent() if bench.baseline else dict.fromkeys(PEERS, "the ranks share a GPU")
+    for name, why in gone.items():
+        bench.leave_out(name, why)
+    for shape in map(Shape.parse, args.shape):
+        if shape.E % bench.ranks:
+            raise ValueError(
+                f"--shape: got E = {shape.E} for {bench.ranks} ranks, need a multiple of the ranks; "
+                "remedy: another --shape or --nproc-per-node"
+            )
+        for routing in args.routing:
+            bench.layer(shape, routing, args.passes, [name for name in PEERS if name not in gone])
+    say(table([r for r in bench.made if "absent" not in r]))
+
+
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(0 if args.shared_device else (env.integer("LOCAL_RANK") or 0))
-    dist.init_process_group("gloo" if args.shared_device or not cuda else "nccl")
-    ranks, device = dist.get_world_size(), "cuda" if cuda else "cpu"
-    clock: Clock = CudaClock() if cuda else HostClock()
-    dense = Dense(clock, device) if cuda else Dense(clock, device, size=256)
+    dist.init_process_group("gloo" if args.shared_device or not cuda else "nccl", timeout=GROUP_TIMEOUT)
     facts = {
         "commit": args.commit, "gpu": torch.cuda.get_device_name() if cuda else "none",
         "driver": "", "cuda": torch.version.cuda, "torch": torch.__version__,
     }  # fmt: skip
     config = MokConfig(shared_device=args.shared_device)
-    records: list[dict[str, Any]] = []
     try:
-        for text in args.shape:
-            shape = Shape.parse(text)
-            if shape.E % ranks:
-                raise ValueError(
-                    f"--shape: got E = {shape.E} for {ranks} ranks, need a multiple of the ranks; "
-                    "remedy: another --shape or --nproc-per-node"
-                )
-            # Without NCCL there is nothing to compare with on GPUs.
-            baseline = not (cuda and args.shared_device)
-            for routing in args.routing:
-                if routing == "local" and shape.K > shape.E // ranks:
-                    say(f"not measured: {shape.label}, local: a rank has fewer experts than K")
-                    continue
-                records += measure(
-                    shape, routing, args.passes, args.reps, facts, clock, dense, device=device, config=config,
-                    baseline=baseline,
-                )  # fmt: skip
-            for sms in args.comm_sms:
-                records += measure(
-                    shape, "balanced", ["fwd"], args.reps, facts, clock, dense, device=device, baseline=False,
-                    config=config.with_(comm_sms=(sms, sms)), notes=f"comm_sms {sms}",
-                )  # fmt: skip
+        run(args, Bench(facts, "cuda" if cuda else "cpu", config, args.reps, args.json))
     except (ValueError, RuntimeError) as error:
         say(f"bench.distributed: {error}", sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     finally:
+        runtime.release()
         dist.destroy_process_group()
-    if env.integer("RANK") == 0:
-        if args.json:
-            append(args.json, records)
-        print(table([r for r in records if not r["notes"].startswith("comm_sms")]))
-        for r in records:
-            if r["notes"].startswith("comm_sms"):
-                print(f"  {r['notes']:<16} {r['ms']:9.3f} ms {r['received_gbps']:8.1f} GB/s received")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # torch, with gloo, now and then aborts as the interpreter ends

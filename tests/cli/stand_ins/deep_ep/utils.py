@@ -1,0 +1,7 @@
+class EventHandle:
+    pass
+
+
+class EventOverlap:
+    def __init__(self, event=None):
+        self.event = event
