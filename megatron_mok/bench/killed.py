@@ -19,9 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_mok.bench import ab, training
 from megatron_mok.bench.baselines import MOK_FLAGS
-from megatron_mok.cli.ab import count_gpus
 
 POLL_S = 0.02
 ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.S)  # torchrun's words
@@ -132,7 +133,7 @@ def main(argv: list[str]) -> int:
     argv, tail = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     args = parser().parse_args(argv)
     try:
-        gpus = count_gpus()
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if tail and not tail[0].startswith("-"):
             command = tail
         else:
