@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +38,12 @@ megatron_staged.install(*([] if GPU else [lambda tensor: True]))
 import megatron_mok  # noqa: E402
 from megatron_mok import MokConfig, runtime  # noqa: E402
 from tests.mcore import model  # noqa: E402
+
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402  isort: skip
+    get_gpt_layer_local_spec,
+    get_mlp_module_spec,
+)
+from megatron.core.transformer.spec_utils import build_module  # noqa: E402  isort: skip
 
 RANKS = 4
 LENGTHS = (256, 128, 192, 256) if GPU else (32, 16, 24, 32)
@@ -255,6 +262,113 @@ def one_rank() -> dict[str, Callable[[], Any]]:
     return cases
 
 
+# --- a layer whose tokens are split over ranks by tensor parallelism with sequence parallelism, or by context
+
+
+class Block(torch.nn.Module):
+    """Self-attention if asked for, then a MoE layer, on [S, B, H]. No norms: torch's know no sequence
+    parallelism. Weights depend on their global names only."""
+
+    def __init__(self, config: Any, attention: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.attention = None
+        if attention:
+            spec = get_gpt_layer_local_spec(qk_layernorm=False).submodules.self_attention
+            self.attention = build_module(spec, config=config, layer_number=1)
+        moe = get_mlp_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+        self.moe = moe(config=config)
+        self.moe.set_layer_number(1)
+        self.to(model.DEVICE, torch.bfloat16)
+        for name, parameter in self.named_parameters():
+            whole, dim, mine = self.part(name, parameter)
+            seed = zlib.crc32(model.global_name(name, None, config).encode())
+            weight = torch.randn(whole, generator=torch.Generator().manual_seed(seed)) * whole[1] ** -0.5
+            with torch.no_grad():
+                parameter.copy_(weight.index_select(dim, mine))
+
+    def part(self, name: str, parameter: torch.Tensor) -> tuple[list[int], int, torch.Tensor]:
+        """(shape of the whole weight, the split dimension, the indices along it that are here)."""
+        tp, rank = (
+            self.config.tensor_model_parallel_size,
+            model.parallel_state.get_tensor_model_parallel_rank(),
+        )
+        split = getattr(parameter, "tensor_model_parallel", False) and ".local_experts." not in name
+        tp, dim = (tp, parameter.partition_dim) if split else (1, 0)
+        whole = list(parameter.shape)
+        whole[dim] *= tp
+        pieces = 2 if "shared_experts.linear_fc1" in name else 1  # gate rows and up rows are split apart
+        indices = torch.arange(whole[dim]).view(pieces, tp, -1)[:, rank if split else 0]
+        return whole, dim, indices.flatten()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.attention is not None:
+            x = x + self.attention(x, attention_mask=None)[0]
+        return x + self.moe(x)[0]
+
+
+def run_block(ep: int, attention: bool, **split: int) -> dict[str, torch.Tensor]:
+    """out and dx [2, S, B, H] of two sequences, and the gradient of every weight, summed over all ranks.
+
+    Ranks 2i and 2i + 1 work on sequence i: each on half of its tokens, or both on all with half of dy.
+    """
+    model.layout(ep, **split)
+    configure()
+    config = model.make_config(
+        "mok",
+        mla=False,
+        **SIZES
+        | dict(
+            qk_layernorm=False,
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+            tensor_model_parallel_size=split.get("tp", 1),
+            sequence_parallel="tp" in split,
+            context_parallel_size=split.get("cp", 1),
+            expert_tensor_parallel_size=1,
+        ),
+    )
+    block = Block(config, attention)
+    sequence, half = divmod(dist.get_rank(), 2)
+    shape, weight = (2, LENGTHS[0], model.B, SIZES["hidden_size"]), 1.0 if split else 0.5
+    generator = torch.Generator().manual_seed(3)
+    x, dy = (torch.randn(shape, generator=generator)[sequence] for _ in range(2))
+    here = slice(half * shape[1] // 2, (half + 1) * shape[1] // 2) if split else slice(None)
+    leaf = x[here].to(model.DEVICE, torch.bfloat16).requires_grad_()
+    out = block(leaf)
+    out.backward((dy[here] * weight).to(out))
+    results = {}
+    for name, value in (("out", out.detach() * weight), ("dx", leaf.grad)):
+        results[name] = torch.zeros(shape)
+        results[name][sequence, here] = value.float().cpu()
+    for name, parameter in block.named_parameters():
+        whole, dim, mine = block.part(name, parameter)
+        gradient = torch.zeros(whole).index_copy_(dim, mine, parameter.grad.float().cpu())
+        results[model.global_name(name, None, config)] = gradient
+    every: list[Any] = [None] * RANKS
+    dist.all_gather_object(every, {name: tuple(value.shape) for name, value in results.items()})
+    for name, whole in sorted({name: shape for names in every for name, shape in names.items()}.items()):
+        dist.all_reduce(results.setdefault(name, torch.zeros(whole)))
+    return results
+
+
+def split_tokens(ep: int, attention: bool = False, **split: int) -> dict[str, Any]:
+    """Relative errors against whole sequences on each rank: of every gradient, and of out and dx the one
+    that nine of ten tokens stay below: a token whose scores tie within bf16 may go to another expert.
+    """
+    whole, parts = (run_block(ep, attention, **sizes) for sizes in ({}, split))
+    assert whole.keys() == parts.keys()
+    errors = {}
+    for name, expected in whole.items():
+        distance, size = parts[name] - expected, expected
+        if name in ("out", "dx"):
+            apart = distance.norm(dim=-1) / size.norm(dim=-1)
+            errors[name] = float(apart.flatten().quantile(0.9))
+        else:
+            errors[name] = float(distance.norm() / size.norm().clamp_min(1e-30))
+    return errors
+
+
 # --- cases of four ranks
 
 
@@ -280,6 +394,11 @@ def four_ranks(rank: int) -> dict[str, Callable[[], Any]]:
         "ep2": on_four(ep=2, steps=STEPS // 2),
         "ep2, overlap_param_gather": on_four(ep=2, **VARIANTS["overlap_param_gather"]),
         "ep2, main_grad off": on_four(ep=2, mok=dict(main_grad="off")),
+        "tp2 ep4": lambda: split_tokens(4, tp=2),
+        "tp2 ep4, attention": lambda: split_tokens(4, attention=True, tp=2),
+        "cp2 ep4": lambda: split_tokens(4, cp=2),
+        "tp2 ep2": lambda: split_tokens(2, tp=2),
+        "cp2 ep2": lambda: split_tokens(2, cp=2),
     }
 
 

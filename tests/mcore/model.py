@@ -89,7 +89,7 @@ MLA: dict[str, Any] = dict(
     rope_type="rope",
 )
 
-_layout: tuple[int, int, int | None] | None = None
+_layout: tuple[int | None, ...] | None = None
 _generation = itertools.count()
 _store: dist.Store | None = None
 _groups: dict[tuple[bool, tuple[int, ...]], Any] = {}
@@ -112,12 +112,12 @@ def _group_of(ranks: list[int], *args: Any, group_desc: str = "", **kwargs: Any)
 parallel_state.create_group = _group_of
 
 
-def layout(ep: int = 4, pp: int = 1, vpp: int | None = None) -> None:
+def layout(ep: int = 4, pp: int = 1, vpp: int | None = None, tp: int = 1, cp: int = 1) -> None:
     """Megatron's process groups for this layout (kept if they are already there), and mok's defaults."""
     global _layout, _store
     megatron_mok.configure(megatron_mok.MokConfig())
     megatron_mok.runtime.release()  # the next case has other token counts
-    if _layout == (ep, pp, vpp):
+    if _layout == (ep, pp, vpp, tp, cp):
         return
     if not dist.is_initialized():
         timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
@@ -128,14 +128,17 @@ def layout(ep: int = 4, pp: int = 1, vpp: int | None = None) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
         expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
         distributed_timeout_minutes=1,
         create_gloo_process_groups=False,  # they all are
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    _layout = (ep, pp, vpp)
+    _layout = (ep, pp, vpp, tp, cp)
 
 
 def leave() -> None:
