@@ -37,6 +37,7 @@ megatron_staged.install(*([] if GPU else [lambda tensor: True]))
 
 import megatron_mok  # noqa: E402
 from megatron_mok import MokConfig, runtime  # noqa: E402
+from megatron_mok.mcore import figures  # noqa: E402
 from tests.mcore import model  # noqa: E402
 
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402  isort: skip
@@ -234,6 +235,49 @@ def host_waits() -> list[str]:
     return [f"{w.filename}:{w.lineno}: {w.message}" for w in seen if "synchroniz" in str(w.message)]
 
 
+class Writer:
+    """TensorBoard's: what was written, by step."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, dict[str, float]] = {}
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.written.setdefault(step, {})[name] = value
+
+
+def figures_without_waits() -> dict[int, dict[str, float]]:
+    """Figures of a layer's calls in steps 2 and 3, where torch makes every host synchronisation an error."""
+    configure(save_capacity=0.5)
+    layer, writer = trainer("mok", 1).models[0].module.decoder.layers[-1].mlp, Writer()
+    x = torch.randn(LENGTHS[0], 2, SIZES["hidden_size"], device=model.DEVICE, dtype=torch.bfloat16)
+    figures.after_step(0)
+    try:
+        for step in (1, 2, 3, 4):
+            if GPU and step == 2:  # all has been allocated and connected
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+            out, _ = layer(x.requires_grad_())
+            out.backward(torch.ones_like(out))
+            figures.after_step(step, writer, record_next=step < 3)
+    finally:
+        if GPU:
+            torch.cuda.set_sync_debug_mode("default")
+        figures.forget()
+    return writer.written
+
+
+def figures_of_training() -> dict[int, dict[str, float]]:
+    """Figures of two training steps, 1 and 2; every rank has a writer here."""
+    configure(save_capacity=0.5)
+    made, writer = trainer("mok", 1), Writer()
+    figures.after_step(0)
+    for step in (1, 2, 3):
+        made.step()
+        figures.after_step(step, writer, record_next=step < 2)
+    figures.forget()
+    return writer.written
+
+
 def one_rank() -> dict[str, Callable[[], Any]]:
     def on_one(**options: Any) -> Callable[[], Any]:
         return lambda: train(**dict(dispatcher="mok", steps=SHORT, micro_batches=2) | options)
@@ -256,6 +300,8 @@ def one_rank() -> dict[str, Callable[[], Any]]:
         "evaluation": evaluation_between_steps,
         "loaded": loaded_weights,
         "two models": two_models,
+        "figures of training": figures_of_training,
+        "figures": figures_without_waits,
     }
     if GPU:
         cases["host waits"] = host_waits
@@ -394,6 +440,7 @@ def four_ranks(rank: int) -> dict[str, Callable[[], Any]]:
         "ep2": on_four(ep=2, steps=STEPS // 2),
         "ep2, overlap_param_gather": on_four(ep=2, **VARIANTS["overlap_param_gather"]),
         "ep2, main_grad off": on_four(ep=2, mok=dict(main_grad="off")),
+        "ep4, figures": lambda: (model.layout(4), figures_of_training())[1],
         "tp2 ep4": lambda: split_tokens(4, tp=2),
         "tp2 ep4, attention": lambda: split_tokens(4, attention=True, tp=2),
         "cp2 ep4": lambda: split_tokens(4, cp=2),

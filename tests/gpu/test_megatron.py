@@ -174,7 +174,34 @@ def test_B58_no_host_waits_in_the_layer(results):
     assert found(results, "host waits") == []
 
 
+def check_figures(written: dict, steps: list[str]) -> None:
+    """Of steps whose calls bring 2 sequences of 256 tokens to 4 experts each, half of the rows saved."""
+    routes = 256 * 2 * 4
+    assert list(written) == steps, "one step late, and only where they were asked for"
+    for step in written.values():
+        assert step["mok/rows"] == routes, "on average: no route is lost"
+        assert routes <= step["mok/rows-max"] <= 4 * routes
+        assert routes / 4 <= step["mok/rows-recomputed"] <= 2 * routes
+        assert step["mok/workspace-bytes"] > 1 << 20
+
+
+def test_B58_figures_make_no_host_wait(results):
+    written = found(results, "figures")
+    check_figures(written, ["1", "2", "3"])
+    assert all(step["mok/rows-max"] == 256 * 2 * 4 for step in written.values()), "one rank gets all"
+
+
+def test_figures_of_training(results):
+    check_figures(found(results, "figures of training"), ["1", "2"])
+
+
 # --- four ranks
+
+
+def test_figures_of_four_ranks(results):
+    every = [found(results, "ep4, figures", rank) for rank in range(RANKS)]
+    check_figures(every[0], ["1", "2"])
+    assert all(one == every[0] for one in every)
 
 
 @pytest.mark.parametrize("name", ["ep4", "ep2"])
