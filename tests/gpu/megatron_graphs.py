@@ -37,7 +37,7 @@ from megatron.core.transformer import cuda_graphs  # noqa: E402  isort: skip
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # noqa: E402  isort: skip
 from megatron_mok import runtime  # noqa: E402  isort: skip
 
-STEPS, WARM_UP, MICRO_BATCHES = 7, 2, 2
+STEPS, WARM_UP, MICRO_BATCHES = (12 if GPU else 4), 2, 2
 REPLAYS = 20 if GPU else 2
 GRAPHS: dict[str, dict[str, Any]] = {
     "full iteration": dict(cuda_graph_impl="full_iteration", cuda_graph_modules=[]),
