@@ -74,27 +74,27 @@ ab=("$PYTHON" -m megatron_mok.cli ab --steps "$STEPS" --no-repeat)
 
 for part in $PARTS; do
     case $part in
-    tests) run tests 100 "$PYTHON" -m pytest -q "${tests[@]}" ;;
+    tests) run tests 140 "$PYTHON" -m pytest -q "${tests[@]}" ;;
     layer)
         rm -f "$RESULTS/$name-layer.json"
         for ranks in $sizes; do
             [ "$ranks" -le "$GPUS" ] || continue
-            chosen=("${shapes[@]}")
-            [ "$ranks" -gt 1 ] || [ "$GPUS" = 1 ] || chosen=(C D) # what the rates of several are compared with
-            run "layer, $ranks ranks" 45 "${torchrun[@]}" "$ranks" "${bench[@]}" \
+            chosen=("${shapes[@]}") limit=55
+            [ "$ranks" -gt 1 ] || [ "$GPUS" = 1 ] || chosen=(C D) limit=35 # to compare the rates of several with
+            run "layer, $ranks ranks" "$limit" "${torchrun[@]}" "$ranks" "${bench[@]}" \
                 --shape "${chosen[@]}" "${layer[@]}" --json "$RESULTS/$name-layer.json"
         done ;;
     bandwidth)
         rm -f "$RESULTS/$name-bandwidth.json"
-        run bandwidth 45 "${torchrun[@]}" "$GPUS" "${bench[@]}" \
+        run bandwidth 40 "${torchrun[@]}" "$GPUS" "${bench[@]}" \
             --bandwidth "${bandwidth[@]}" --json "$RESULTS/$name-bandwidth.json" ;;
     train)
-        run train 110 "${ab[@]}" --baseline alltoall --json "$RESULTS/$name-train-ab.json" \
+        run train 100 "${ab[@]}" --baseline alltoall --json "$RESULTS/$name-train-ab.json" \
             --runs "$RUNS/$name" "${train[@]}" ;;
     killed)
         like=() ab_json=$RESULTS/$name-train-ab.json
         [[ " $PARTS " != *" train "* ]] || [ ! -f "$ab_json" ] || like=(--like "$ab_json")
-        run killed 50 "$PYTHON" -m megatron_mok.bench.killed --steps "$STEPS" --at $((STEPS / 2)) "${like[@]}" \
+        run killed 45 "$PYTHON" -m megatron_mok.bench.killed --steps "$STEPS" --at $((STEPS / 2)) "${like[@]}" \
             --json "$RESULTS/$name-killed.json" --runs "$RUNS/$name" "${train[@]}" ;;
     peers)
         for peer in deepep hybridep; do

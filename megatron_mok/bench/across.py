@@ -63,9 +63,6 @@ class Pieces:
     """The combination and the activation, each fused by torch.compile on a GPU."""
 
     def __init__(self, compiled: bool):
-        if compiled:
-            torch._dynamo.reset()  # shapes are static: another case must not count as a recompilation
-
         def made(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return torch.compile(f, dynamic=False, fullgraph=True) if compiled else f
 
@@ -187,7 +184,6 @@ class DeepEp(Torch):
     notes = "Megatron-Core's fused_dispatch and fused_combine, sorting and grouped_mm as in alltoall"
 
     def __init__(self, inputs: Inputs):
-        _refuse_repetition(inputs)
         super().__init__(inputs)
         self.a2a = _fused_a2a()
 
@@ -215,7 +211,6 @@ class HybridEp(Torch):
     notes = "Megatron-Core's hybrid_ep_dispatch and hybrid_ep_combine, grouped_mm as in alltoall"
 
     def __init__(self, inputs: Inputs):
-        _refuse_repetition(inputs)
         super().__init__(inputs)
         self.a2a = _fused_a2a()
         self.a2a.reset_hybrid_ep_buffer()  # one for the process, made for the sizes of its first call
@@ -234,12 +229,6 @@ class HybridEp(Torch):
 
     def close(self) -> None:
         self.a2a.reset_hybrid_ep_buffer()
-
-
-def _refuse_repetition(inputs: Inputs) -> None:
-    shape = inputs.shape
-    if inputs.routing == "local" and shape.K > shape.E // dist.get_world_size():
-        raise ValueError("a token names an expert several times, which this dispatcher does not take")
 
 
 PEERS: dict[str, type[Torch]] = {peer.name: peer for peer in (DeepEp, HybridEp)}

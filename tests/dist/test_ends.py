@@ -1,6 +1,7 @@
 """However a job ends, its processes end: no collective call waits for one that has gone (the GPU's half is in
 tests/gpu/test_processes.py)."""
 
+import re
 import time
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def test_B49_a_rank_that_is_killed_is_named(tmp_path):
     assert all(r["exit"]["error"].startswith("exit code -9") for r in results[1:]), results
     said = (tmp_path / "rank0.log").read_text().splitlines()
     first, second = (line for line in said if " s, " in line)
-    assert "PeerAbort" in first and "lost rank 2 in publication" in first
+    # gloo may know that the rank has gone before this one waits for it by name
+    assert "PeerAbort" in first and re.search("lost (rank 2|a peer) in publication", first)
     assert "PeerAbort" in second and "lost a peer in" in second and "ended" in said
     assert max(float(line.split(" s, ")[0]) for line in (first, second)) < 20
