@@ -22,7 +22,7 @@ MAIN_GRAD = ("auto", "on", "off")
 class MokConfig:
     """Every knob. Raises ConfigError listing all unusable values. Each is also a `--mok-*` argument.
 
-    comm_sms        SMs that move data in (forward, backward); even numbers. None: built in.
+    comm_sms        SMs whose spare warps move rows in (forward, backward); even numbers. None: all.
     minibatch_rows  routed rows that GEMM 1 works on before GEMM 2 follows; a multiple of 128.
     ring_rows       rows of the local rings for x, act, dy and dh; a multiple of 128. Less costs time only.
     save_capacity   rows of h saved for backward, in units of tokens here * top-k; the rest is recomputed.

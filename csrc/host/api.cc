@@ -228,6 +228,7 @@ extern "C" int mok_workspace_layout(const MokProblem* problem, MokLayout* layout
       .off_dy = symmetric.dy,
       .off_slots = symmetric.slots,
       .off_dp_slots = symmetric.dp_slots,
+      .off_waited_ns = symmetric.control + int64_t(offsetof(Control, waited_ns)),
   };
   return MOK_OK;
 }

@@ -11,6 +11,7 @@ namespace mok {
 
 struct BackwardParams {
   CUtensorMap dy_map, x_map, dh_map, act_map;  // rings, [ring rows, columns]; all boxes are 64 rows x 128 bytes
+  CUtensorMap dh_rows_map;                     // the dh ring, for stores of 16 rows x 256 columns
   ExpertTensors w1, w2, dw1, dw2;              // dw1, dw2 where they are wanted
   const char *dy, *x;                          // this rank's rows, read in place
   uint64_t peers[MOK_MAX_RANKS];               // symmetric regions

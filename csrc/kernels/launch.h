@@ -17,13 +17,11 @@ inline int check_launch(const char* what) {
   return error == cudaSuccess ? MOK_OK : fail_cuda(error, what);
 }
 
-// CTAs that keep the pulls ahead of the MMAs: one computed row needs 2H bytes for 6HI FLOPs, so at 5 TFLOP/s an SM a computing SM asks for
-// 1.7e12/I bytes/s; a pulling SM moves 45 GB/s (both measured on one H200).
-inline int default_comm_ctas(const MokProblem& problem, int ctas) {
-  const double wanted = ctas * (1.7e12 / problem.intermediate) / 45e9;
-  const int even = 2 * int((wanted + 1.999) / 2);
-  const int most = ctas / 4 * 2;
-  return even < 2 ? 2 : (even < most ? even : (most < 2 ? 0 : most));
+// CTAs whose spare warps move rows: what the user asks for, or all.
+inline int comm_ctas(int comm_sms, int ctas, int* result) {
+  *result = comm_sms > 0 ? comm_sms : ctas;
+  if (*result % 2 == 0 && *result <= ctas) return MOK_OK;
+  return fail(MOK_ERR_ARGUMENT, "comm_sms: got %d, need an even number, at most num_sms = %d", comm_sms, ctas);
 }
 
 namespace sm90 {

@@ -1,18 +1,11 @@
-// Row copies of the dispatch: each warp pulls rows of the schedule from their owners into a ring, with several loads and
-// several stores in flight (one in flight is bound by latency: 285 ns a copy and warp on an H200).
+// Row copies of the dispatch: a warp pulls rows of the schedule from their owners into a ring, through registers. The warps that have
+// nothing else to do move about 500 GB/s on an H200, so no SM is given to copies and no shared memory either.
 #ifndef MEGATRON_MOK_KERNELS_PULL_CUH_
 #define MEGATRON_MOK_KERNELS_PULL_CUH_
 
 #include "sync/wait.cuh"
 
 namespace mok {
-
-constexpr int kPullWarps = 8;          // warps of a CTA that pull
-constexpr int kPullStages = 6;         // chunks in a warp's part of shared memory
-constexpr int kPullStores = 2;         // stores in flight; the other stages hold loads
-constexpr int kPullChunk = 4096;       // bytes of a stage
-constexpr int kPullBytes = kPullWarps * kPullStages * kPullChunk;
-constexpr int kPullBarrierBytes = kPullWarps * kPullStages * 8;
 
 // One source of rows and the ring that receives them.
 struct PullJob {
@@ -28,6 +21,13 @@ struct PullJob {
   const int* schedule_slot;
   const int* block_words;
   uint32_t* ready;             // per granule: rows in place
+
+  // Rows that a warp copies before it signals: about 32 KiB, a power of two that divides a granule.
+  __device__ int chunk_rows() const {
+    int rows = 1;
+    while (rows < 32 && 2 * rows * row_bytes <= 32768) rows *= 2;
+    return rows;
+  }
 };
 
 // The last granule before this one that had the same slot of a ring and has rows, or -1. An expert's last block may have none in
@@ -39,155 +39,71 @@ __device__ __forceinline__ int last_in_slot(const int* block_words, int granule,
   return granule < 0 ? -1 : granule;
 }
 
-// Free(granule) names the counter that says that an earlier granule's slot may be overwritten, and the count to wait for. Every lane
-// calls it with the same granule, and a warp asks for granules in ascending order.
-struct SlotFree {
-  const uint32_t* counter;
-  uint32_t count;
-};
-
-template <class Free>
-class RowPuller {
- public:
-  __device__ RowPuller(const WaitContext& wait, uint32_t smem, uint32_t barriers, uint32_t zeros, int warp, Free free)
-      : wait_(wait), lane_(threadIdx.x % 32), zeros_(zeros), free_(free) {
-    stage_ = smem + warp * kPullStages * kPullChunk;
-    barrier_ = barriers + warp * kPullStages * 8;
-  }
-
-  // Pulls the rows of one batch: this lane names padded row `row` (or -1). Rows of the same `width` neighbouring lanes form a
-  // group of one granule, signalled once.
-  __device__ void batch(const PullJob& job, int row, int width) {
-    const int chunks = int(ceil_div<int64_t>(job.row_bytes, kPullChunk));
-    const int chunk_bytes = int(round_up<int64_t>(ceil_div<int64_t>(job.row_bytes, chunks), 16));
-    int src = -1, slot = 0;
-    bool zero = false;
+// What this lane's row of the schedule is: it comes from a row of `src` (its token's), or is padding.
+struct SourceRow {
+  int src = -1, slot = 0;
+  __device__ static SourceRow load(const PullJob& job, int row) {  // of a padded row, or -1
+    SourceRow s;
     if (row >= 0) {
-      src = __ldg(job.schedule_src + row);
-      slot = __ldg(job.schedule_slot + row);
-      zero = src < 0 && job.zero_padding &&
-             block_rows(__ldg(job.block_words + row / kBlockRows)) > row % kBlockRows / kGranuleRows * kGranuleRows;
+      s.src = __ldg(job.schedule_src + row);
+      s.slot = __ldg(job.schedule_slot + row);
     }
-    const char* from = nullptr;
-    char* to = nullptr;
-    if (src >= 0) {
-      const char* rows = src == job.local_rank ? job.local_rows
-                                                : reinterpret_cast<const char*>(job.peers[src]) + job.peer_offset;
-      from = rows + int64_t(slot / job.top_k) * job.row_bytes;
-    }
-    if (src >= 0 || zero)
-      to = job.ring + (int64_t(row / kBlockRows % job.ring_blocks) * kBlockRows + row % kBlockRows) * job.row_bytes;
-    uint32_t valid = __ballot_sync(~0u, src >= 0 || zero);
-    while (valid) {
-      const int i = __ffs(valid) - 1;
-      valid &= valid - 1;
-      const int granule = __shfl_sync(~0u, row / kGranuleRows, i);
-      const uint32_t group = ((width == 32 ? 0u : (1u << width)) - 1u) << (i / width * width);
-      // The last row of the group signals for all of it.
-      const bool last = (valid & group) == 0;
-      if (granule != free_granule_) await_slot(job, granule);
-      const char* source = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(from), i));
-      char* target = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(to), i));
-      pending_ += 1;
-      const bool is_zero = source == nullptr;
-      for (int c = 0; c < chunks; ++c) {
-        const int at = c * chunk_bytes;
-        const int bytes = int(min(int64_t(chunk_bytes), job.row_bytes - at));
-        if (is_zero) {
-          if (lane_ == 0) {
-            ptx::bulk_store(target + at, zeros_, bytes);
-            ptx::bulk_commit();
-          }
-        } else {
-          copy(source + at, target + at, bytes, last && c == chunks - 1 ? job.ready + granule : nullptr, pending_);
-        }
-      }
-      if (last && is_zero) {  // an expert's end: rare enough to wait for everything
-        drain();
-        if (lane_ == 0) ptx::add_release_gpu(job.ready + granule, pending_);
-      }
-      if (last) pending_ = 0;
-    }
+    return s;
   }
-
-  // Completes and signals everything in flight.
-  __device__ void finish() { drain(); }
-
- private:
-  // Before a wait all copies in flight are completed and signalled, or the tiles that we wait for could wait for them.
-  __device__ void await_slot(const PullJob& job, int granule) {
-    free_granule_ = granule;
-    const int old = last_in_slot(job.block_words, granule, job.ring_blocks);
-    if (old < 0) return;
-    const SlotFree slot = free_(old);
-    uint32_t seen = 0;
-    if (lane_ == 0) seen = ptx::load_acquire_gpu(slot.counter);
-    if (__shfl_sync(~0u, seen, 0) < slot.count) {
-      drain();
-      if (lane_ == 0) wait_count(wait_, MOK_PHASE_DISPATCH, slot.counter, slot.count);
-      __syncwarp();
-    }
-    ptx::fence_proxy_async_global();
+  __device__ const uint4* address(const PullJob& job) const {  // of nothing that may be read, for padding
+    const char* rows = src == job.local_rank ? job.local_rows : reinterpret_cast<const char*>(job.peers[max(src, 0)]) + job.peer_offset;
+    return reinterpret_cast<const uint4*>(rows + int64_t(slot / job.top_k) * job.row_bytes);
   }
-
-  __device__ void copy(const char* source, char* target, int bytes, uint32_t* signal, int count) {
-    while (issued_ - drained_ >= kPullStages - kPullStores) store_one();
-    const int s = issued_ % kPullStages;
-    if (lane_ == s) {
-      target_ = target;
-      bytes_ = bytes;
-      signal_ = signal;
-      count_ = count;
-    }
-    if (lane_ == 0) {
-      ptx::mbarrier_expect_tx(barrier_ + s * 8, bytes);
-      ptx::bulk_load(stage_ + s * kPullChunk, source, bytes, barrier_ + s * 8);
-    }
-    ++issued_;
+  // Padding in a granule that has rows, where it is to become zeros.
+  __device__ bool is_zero(const PullJob& job, int row) const {
+    return src < 0 && row >= 0 && job.zero_padding &&
+           block_rows(__ldg(job.block_words + row / kBlockRows)) > row % kBlockRows / kGranuleRows * kGranuleRows;
   }
-
-  __device__ void store_one() {
-    const int s = drained_ % kPullStages;
-    char* target = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(target_), s));
-    const int bytes = __shfl_sync(~0u, bytes_, s);
-    if (lane_ == 0) {
-      ptx::mbarrier_wait(barrier_ + s * 8, (parity_ >> s) & 1);
-      ptx::bulk_store(target, stage_ + s * kPullChunk, bytes);
-      ptx::bulk_commit();
-      ptx::bulk_wait<kPullStores>();
-    }
-    __syncwarp();
-    parity_ ^= 1u << s;
-    ++drained_;
-    if (drained_ > kPullStores + signalled_) signal_one();
-  }
-
-  // Chunk number signalled_ is complete in memory.
-  __device__ void signal_one() {
-    const int s = signalled_ % kPullStages;
-    uint32_t* counter = reinterpret_cast<uint32_t*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(signal_), s));
-    const int count = __shfl_sync(~0u, count_, s);
-    if (lane_ == 0 && counter) ptx::add_release_gpu(counter, count);
-    ++signalled_;
-  }
-
-  __device__ void drain() {
-    while (drained_ < issued_) store_one();
-    if (lane_ == 0) ptx::bulk_wait<0>();
-    __syncwarp();
-    while (signalled_ < drained_) signal_one();
-  }
-
-  const WaitContext& wait_;
-  const int lane_;
-  const uint32_t zeros_;  // kPullChunk bytes of zeros in shared memory, or 0 where no job wants them
-  Free free_;
-  uint32_t stage_, barrier_, parity_ = 0;
-  int issued_ = 0, drained_ = 0, signalled_ = 0, pending_ = 0, free_granule_ = -1;
-  char* target_ = nullptr;  // of the stage that this lane keeps
-  uint32_t* signal_ = nullptr;
-  int bytes_ = 0, count_ = 0;
 };
+
+// A warp copies up to 32 consecutive padded rows of one granule, of which lane l names row `first` + l (`row`, or -1), kAhead loads in
+// flight a lane, and signals them. The rows were published in this call, so they do not come from the L1 cache. `await` comes before
+// the first write.
+template <int kAhead, class Await>
+__device__ __forceinline__ void pull_rows(const PullJob& job, int first, int row, const SourceRow& mine, Await await) {
+  const int lane = threadIdx.x % 32, vectors = int(job.row_bytes / 16);
+  const int copies = __popc(__ballot_sync(~0u, mine.src >= 0));  // an expert's padding comes last
+  const int rows = copies + __popc(__ballot_sync(~0u, mine.is_zero(job, row)));
+  if (rows == 0) return;
+  const uint64_t address = reinterpret_cast<uint64_t>(mine.address(job));
+  uint4* to = reinterpret_cast<uint4*>(job.ring + (int64_t(first / kBlockRows % job.ring_blocks) * kBlockRows + first % kBlockRows) * job.row_bytes);
+  await();
+  int i = 0, column = lane;
+  for (int base = lane; base - lane < copies * vectors; base += 32 * kAhead) {
+    uint4 v[kAhead];
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      while (column >= vectors) column -= vectors, ++i;
+      const uint4* from = reinterpret_cast<const uint4*>(__shfl_sync(~0u, address, i)) + column;
+      if (i < copies) v[a] = __ldcg(from);
+      column += 32;
+    }
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a)
+      if (base + 32 * a < copies * vectors) to[base + 32 * a] = v[a];
+  }
+  for (int at = copies * vectors + lane; at < rows * vectors; at += 32) to[at] = make_uint4(0, 0, 0, 0);
+  ptx::fence_proxy_async_global();  // tiles read the ring by TMA
+  __syncwarp();
+  if (lane == 0) ptx::add_release_gpu(job.ready + first / kGranuleRows, rows);
+}
+
+// Up to 32 rows one by one, wherever they are: for a start in which all warps take part.
+template <int kAhead>
+__device__ __forceinline__ void pull_scattered(const PullJob& job, int row) {
+  const SourceRow mine = SourceRow::load(job, row);
+  for (uint32_t left = __ballot_sync(~0u, row >= 0); left; left &= left - 1) {
+    const int i = __ffs(left) - 1, first = __shfl_sync(~0u, row, i);
+    const SourceRow one{__shfl_sync(~0u, mine.src, i), __shfl_sync(~0u, mine.slot, i)};
+    const bool here = threadIdx.x % 32 == 0;
+    pull_rows<kAhead>(job, first, here ? first : -1, here ? one : SourceRow{}, [] {});
+  }
+}
 
 }  // namespace mok
 #endif  // MEGATRON_MOK_KERNELS_PULL_CUH_

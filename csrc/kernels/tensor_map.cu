@@ -21,10 +21,10 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
 }
 
 int encode(CUtensorMap* map, int rank, uint64_t base, const uint64_t* dims, const uint64_t* strides, int box_rows,
-           const char* name, bool fp32 = false) {
+           const char* name, bool fp32 = false, int box_depth = 1) {
   const auto encode_tiled = encoder();
   if (encode_tiled == nullptr) return fail(MOK_ERR_CUDA, "cuTensorMapEncodeTiled: the driver does not offer it (12.0 or newer)");
-  const uint32_t box[4] = {fp32 ? 32u : 64u, uint32_t(box_rows), 1, 1}, ones[4] = {1, 1, 1, 1};
+  const uint32_t box[4] = {fp32 ? 32u : 64u, uint32_t(box_rows), uint32_t(box_depth), 1}, ones[4] = {1, 1, 1, 1};
   const CUresult result = encode_tiled(map, fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, reinterpret_cast<void*>(base), dims, strides,
                                        box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -39,6 +39,11 @@ int encode(CUtensorMap* map, int rank, uint64_t base, const uint64_t* dims, cons
 int encode_rows_map(CUtensorMap* map, uint64_t base, int64_t columns, int64_t rows, int box_rows, const char* name) {
   const uint64_t dims[2] = {uint64_t(columns), uint64_t(rows)}, strides[1] = {uint64_t(columns) * 2};
   return encode(map, 2, base, dims, strides, box_rows, name);
+}
+
+int encode_row_group_map(CUtensorMap* map, uint64_t base, int64_t columns, int64_t rows, const char* name) {
+  const uint64_t dims[3] = {64, uint64_t(rows), uint64_t(columns) / 64}, strides[2] = {uint64_t(columns) * 2, 128};
+  return encode(map, 3, base, dims, strides, 16, name, false, 4);
 }
 
 int encode_experts(ExpertTensors* to, const uint64_t* tensors, int count, int experts, int64_t columns, int64_t rows, int box_rows,

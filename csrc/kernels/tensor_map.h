@@ -12,6 +12,9 @@ namespace mok {
 // A row-major bf16 matrix [rows, columns]; boxes of 64 columns (128 swizzled bytes) and `box_rows` rows.
 int encode_rows_map(CUtensorMap* map, uint64_t base, int64_t columns, int64_t rows, int box_rows, const char* name);
 
+// The same for stores of 16 rows and 256 columns, whose rows lie together: as [columns / 64, rows, 64], boxes of four blocks of columns.
+int encode_row_group_map(CUtensorMap* map, uint64_t base, int64_t columns, int64_t rows, const char* name);
+
 // The weights of all local experts, or their gradients: [rows, columns] bf16 or fp32 each, in one stacked tensor (count 1) or each in its
 // own (count = experts), as one map (column, row, near, far); boxes of 128 bytes and `box_rows` rows.
 struct ExpertTensors {

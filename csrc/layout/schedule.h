@@ -123,6 +123,11 @@ MOK_HD int segment_rows(int expert_rows, int rows_before, int segment_units) {
   const int left = expert_rows - rows_before, most = segment_units * kUnitRows;
   return left < most ? left : most;
 }
+// Units of each segment of an expert that needs several: about the same, so that no round is short.
+MOK_HD int even_segment_units(int expert_rows, int most) {
+  const int units = ceil_div(expert_rows, kUnitRows);
+  return units <= most ? most : ceil_div(units, ceil_div(units, most));
+}
 
 // Ticket t of first + second ones, where those of the second kind are dealt evenly among the first: which kind, and its number there.
 struct Interleave {

@@ -19,10 +19,11 @@ struct Flags {
 };
 
 // Words of one rank that peers leave alone. They stand in the symmetric region because they belong to it: layers of different E
-// and I share a region, each with local buffers of its own. `call` and `aborted` live as long as the workspace; the launch that
+// and I share a region, each with local buffers of its own. `call`, `waited_ns` and `aborted` live as long as the workspace; the launch that
 // publishes leaves the rest at zero.
 struct Control {
   uint64_t call;         // number of the last published call
+  uint64_t waited_ns;    // that CTA 0 has waited for words of peers after this rank's own, over all calls
   uint32_t aborted;      // a MokErrorRecord code; sticky
   uint32_t reserved;
   uint32_t arrived[6];   // grid barriers of the publishing launch, in turn
@@ -95,13 +96,19 @@ struct Sizes {
   }
 };
 
+// Tiles of 256 x 256 of both weight gradients of an expert; of dW1 128 rows of gate and of up.
+MOK_HD int weight_gradient_tiles(int hidden, int intermediate) {
+  return ceil_div(hidden, kTileN) * (ceil_div(intermediate, kTileI) + ceil_div(intermediate, kTileN));
+}
+
 struct LocalLayout {
   int64_t max_blocks, chunks_per_rank;
   int64_t chunk_counts, source_counts, x_ready, act_done, y_done, x_ring, act_ring, bytes;
   // What the backward adds: it zeroes its counters itself, and its rings lie over the forward's.
   struct Backward {
     int64_t dy_ready, x_ready, h_done, dact_done;  // per granule: rows in place (64 when whole), tiles stored
-    int64_t batch_read, segment_stored;            // tiles that have read a batch; granules of weight gradients stored of a segment
+    int64_t batch_read;    // tiles that have read a batch
+    int64_t turns_stored;  // a tile of the weight gradients: its granules stored in turns, of all experts
     int64_t dp_parts;                              // [rows][column tiles of I] fp32
     int64_t dy_ring, x_ring, dh_ring, act_ring, h_ring;
     int64_t turns;  // fp32 [2I, H] and [H, I]: sums of a bf16 weight gradient between its turns; empty where one turn holds every row
@@ -132,8 +139,9 @@ struct LocalLayout {
 
     at = s.x_ring;
     Backward& b = s.backward;
-    for (int64_t* counter : {&b.dy_ready, &b.x_ready, &b.h_done, &b.dact_done, &b.batch_read, &b.segment_stored})
+    for (int64_t* counter : {&b.dy_ready, &b.x_ready, &b.h_done, &b.dact_done, &b.batch_read})
       *counter = take(s.max_blocks * 2 * 4);
+    b.turns_stored = take(weight_gradient_tiles(p.hidden, p.intermediate) * 4);
     b.dp_parts = take(schedule.cap * ceil_div(p.intermediate, kTileN) * 4);
     const int64_t rows = int64_t(sizes.backward_blocks) * kBlockRows;
     b.dy_ring = take(rows * p.hidden * 2);

@@ -34,11 +34,10 @@ __device__ __forceinline__ void mma_pin(float (&d)[128]) {
   for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d = a b^T + (accumulate ? d : 0); an MN-major operand is transposed by the instruction.
+// d += a b^T; an MN-major operand is transposed by the instruction.
 template <bool kAIsMn, bool kBIsMn>
-__device__ __forceinline__ void mma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
+__device__ __forceinline__ void mma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
@@ -48,7 +47,7 @@ __device__ __forceinline__ void mma_m64n256k16(float (&d)[128], uint64_t a, uint
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, p, 1, 1, %131, %132;\n}"
+      "%128, %129, 1, 1, 1, %130, %131;"
       :
       "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
       "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
@@ -66,7 +65,7 @@ __device__ __forceinline__ void mma_m64n256k16(float (&d)[128], uint64_t a, uint
       "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
       "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
       "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kAIsMn)), "n"(int(kBIsMn)));
+      : "l"(a), "l"(b), "n"(int(kAIsMn)), "n"(int(kBIsMn)));
 }
 
 }  // namespace mok::sm90

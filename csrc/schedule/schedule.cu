@@ -109,6 +109,8 @@ __device__ void publish(const Context& c, uint64_t call) {
 __device__ bool await_peers(const Context& c, uint64_t call, int* tokens) {
   const int source = threadIdx.x;
   bool ok = true;
+  uint64_t start = 0;
+  if (source == 0) start = start_of_wait(c.wait, MOK_PHASE_PUBLISH, c.wait.flags->published, stamp(call, kCallForward, c.g.layer));
   if (source < c.ranks && source != c.rank) {
     ok = wait_stamp(c.wait, MOK_PHASE_PUBLISH, &c.wait.flags->published[source], source,
                     stamp(call, kCallForward, c.g.layer));
@@ -120,7 +122,9 @@ __device__ bool await_peers(const Context& c, uint64_t call, int* tokens) {
     }
     tokens[source] = n;
   }
-  return __syncthreads_and(ok);
+  ok = __syncthreads_and(ok);
+  end_of_wait(c.wait, start);
+  return ok;
 }
 
 // Calls use(route, expert, peers, probability) for the 32 routes of each step of a chunk: expert is -1 where the route is not

@@ -93,6 +93,17 @@ __device__ __forceinline__ bool wait_stamp(const WaitContext& w, uint32_t phase,
   return ok && !mismatch;
 }
 
+// How long a rank waits for others: CTA 0 takes the time from this rank's own word (of `words`) to the last peer's.
+__device__ __forceinline__ uint64_t start_of_wait(const WaitContext& w, uint32_t phase, const uint64_t* words, uint64_t expected) {
+  if (blockIdx.x != 0 || w.ranks == 1) return 0;
+  wait_stamp(w, phase, &words[w.rank], w.rank, expected);
+  return ptx::global_timer();
+}
+// Behind a barrier of the CTA that follows every peer's word. `start`: thread 0's.
+__device__ __forceinline__ void end_of_wait(const WaitContext& w, uint64_t start) {
+  if (start != 0 && threadIdx.x == 0) w.control->waited_ns += ptx::global_timer() - start;
+}
+
 // All CTAs of one launch (all resident) pass together. `counter` starts at 0 and is used once a launch.
 __device__ __forceinline__ bool grid_barrier(const WaitContext& w, uint32_t* counter, uint32_t ctas) {
   __shared__ bool ok;

@@ -95,6 +95,21 @@ TEST(workspace_regions_do_not_overlap) {
                    {l.x_ring, int64_t(sizes.ring_blocks) * kBlockRows * p.hidden * 2},
                    {l.act_ring, int64_t(sizes.act_blocks) * kBlockRows * p.intermediate * 2}},
                   l.bytes, kRegionAlign);
+    const auto& b = l.backward;
+    const int64_t ring = int64_t(sizes.backward_blocks) * kBlockRows;
+    check_regions({{b.dy_ready, words},
+                   {b.x_ready, words},
+                   {b.h_done, words},
+                   {b.dact_done, words},
+                   {b.batch_read, words},
+                   {b.turns_stored, weight_gradient_tiles(p.hidden, p.intermediate) * 4},
+                   {b.dp_parts, l.max_blocks * kBlockRows * ceil_div(p.intermediate, kTileN) * 4},
+                   {b.dy_ring, ring * p.hidden * 2},
+                   {b.x_ring, ring * p.hidden * 2},
+                   {b.dh_ring, ring * p.intermediate * 4},
+                   {b.act_ring, ring * p.intermediate * 2},
+                   {b.h_ring, ring * p.intermediate * 4}},
+                  b.bytes, kRegionAlign);
   }
 }
 

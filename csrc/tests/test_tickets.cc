@@ -79,6 +79,25 @@ bool waits_for_lower_tickets_only(const Units& units, const Tickets& tickets, in
 
 }  // namespace
 
+TEST(segments_of_an_expert_are_even_and_few) {
+  Random random(5);
+  for (int i = 0; i < 20000; ++i) {
+    const int rows = random.in(1, 40000), most = random.in(1, 31);
+    const int units = ceil_div(rows, kUnitRows), each = even_segment_units(rows, most);
+    CHECK(each >= 1 && each <= most, rows, most);
+    if (units <= most) {
+      CHECK(each == most, rows, most);
+      continue;
+    }
+    CHECK(ceil_div(units, each) == ceil_div(units, most), rows, most);
+    const int last = units - (ceil_div(units, each) - 1) * each;
+    CHECK(last >= 1 && each - last < ceil_div(units, each), rows, most);
+    int covered = 0;
+    while (covered < rows) covered += segment_rows(rows, covered, each);
+    CHECK(covered == rows, rows, covered);
+  }
+}
+
 TEST(tickets_cover_every_tile_once_in_100000_random_cases) {
   Random random(1);
   for (int i = 0; i < 100000; ++i) {

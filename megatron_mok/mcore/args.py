@@ -12,7 +12,9 @@ from ..errors import ConfigError, Problem
 from .refusals import NAME, validate
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "comm_sms": dict(type=int, nargs=2, metavar=("FORWARD", "BACKWARD"), help="SMs that move data; even"),
+    "comm_sms": dict(
+        type=int, nargs=2, metavar=("FORWARD", "BACKWARD"), help="SMs that move rows; even; default all"
+    ),
     "minibatch_rows": dict(type=int, help="routed rows of GEMM 1 before GEMM 2 follows; multiple of 128"),
     "ring_rows": dict(type=int, help="rows of the local rings; multiple of 128"),
     "save_capacity": dict(

@@ -24,6 +24,7 @@ from .refusals import NAME
 _recording = False  # in this step
 _calls: dict[int, list[Tensor]] = defaultdict(list)  # rows of h saved -> rows, blocks, groups of each call
 _travelling: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # iteration, figures, their arrival
+_waited: Tensor | int = 0  # ns waited for peers before this step
 
 
 def recorder() -> Callable[[Tensor, int], None] | None:
@@ -54,8 +55,10 @@ def after_step(
         mok/rows-max         the most rows of any of them
         mok/rows-recomputed  rows of a call beyond save_capacity, in whole groups of 8, mean over them
         mok/workspace-bytes  symmetric memory of the open workspaces, of the rank with the most
+        mok/peer-wait-ms     that the kernels of a rank waited for other ranks, mean over the ranks
+        mok/peer-wait-ms-max of the rank that waited longest; both without the reference back end
     """
-    global _recording, _travelling
+    global _recording, _travelling, _waited
     if _travelling is not None and (writer is not None or wandb_writer is not None):
         for name, value in _figures().items():
             if writer is not None:
@@ -65,6 +68,13 @@ def after_step(
     _travelling = _send(iteration) if _recording else None
     _calls.clear()
     _recording = record_next
+    _waited = _waited_so_far() if record_next else 0
+
+
+def _waited_so_far() -> Tensor | int:
+    """Nanoseconds that this rank's kernels have waited for peers, int64 [] on the device."""
+    words = runtime.waited_ns()
+    return torch.cat(words).sum() if words else 0
 
 
 def _figures() -> dict[str, float]:
@@ -72,14 +82,17 @@ def _figures() -> dict[str, float]:
     _, values, arrival = _travelling
     if arrival is not None:
         arrival.synchronize()  # a step ago: it has long been there
-    calls, rows, recomputed, most, workspace = values.tolist()
+    calls, rows, recomputed, waited, most, workspace, waited_most = values.tolist()
     if not calls:
         return {}
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    waits = {"mok/peer-wait-ms": waited / ranks / 1e6, "mok/peer-wait-ms-max": waited_most / 1e6}
     return {
         "mok/rows": rows / calls,
         "mok/rows-max": most,
         "mok/rows-recomputed": recomputed / calls,
         "mok/workspace-bytes": workspace,
+        **(waits if workspace else {}),
     }
 
 
@@ -92,8 +105,9 @@ def _send(iteration: int) -> tuple[int, Tensor, torch.cuda.Event | None]:
         rows.append(words[:, 0])
         recomputed.append((GROUP_ROWS * words[:, 2] - saved).clamp(min=0))
     count = sum(map(len, _calls.values()))
-    sums = torch.stack([make((), count), torch.cat(rows).sum(), torch.cat(recomputed).sum()])
-    most = torch.stack([torch.cat(rows).max(), make((), runtime.open_workspace_bytes())])
+    waited = (make((), 0) + _waited_so_far() - _waited).clamp(min=0)  # a workspace made anew starts from zero
+    sums = torch.stack([make((), count), torch.cat(rows).sum(), torch.cat(recomputed).sum(), waited])
+    most = torch.stack([torch.cat(rows).max(), make((), runtime.open_workspace_bytes()), waited])
     if dist.is_initialized():
         dist.all_reduce(sums)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -108,8 +122,8 @@ def _send(iteration: int) -> tuple[int, Tensor, torch.cuda.Event | None]:
 
 def forget() -> None:
     """Record nothing, write nothing more."""
-    global _recording, _travelling
-    _recording, _travelling = False, None
+    global _recording, _travelling, _waited
+    _recording, _travelling, _waited = False, None, 0
     _calls.clear()
 
 

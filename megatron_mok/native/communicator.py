@@ -44,7 +44,7 @@ class Settings:
     """What all layers of a workspace share. 0: chosen by the library.
 
     num_sms            SMs (one thread block each) of a main kernel; even
-    comm_sms           of these, SMs that move tokens in forward; even
+    comm_sms           of these, SMs whose spare warps move rows in forward; even; 0: all
     backward_comm_sms  and in backward
     minibatch_units    units of 256 rows a minibatch
     ring_rows          rows of the rings
@@ -154,6 +154,16 @@ class Communicator:
             self.failure = from_record(self._record.contents)
         if self.failure is not None:
             raise self.failure
+
+    def waited_ns(self) -> Tensor:
+        """int64 [1] on the device: nanoseconds that this rank has waited for peers, over all calls so far.
+
+        In the current stream's order, without a host synchronisation. CTA 0 takes the times, each from this
+        rank's own publication or completion to the last peer's.
+        """
+        layout = self._problem(self.size, 128)[1]
+        word = _DeviceWord(self.regions[self.rank] + layout.off_waited_ns)
+        return torch.as_tensor(word, device=self.device).clone()
 
     def abort(self, cause: Exception, kind: CallKind = CallKind.FORWARD) -> None:
         """Mark the workspace as dead and tell the peers, who are at the start of a call of that kind."""
@@ -351,6 +361,15 @@ class Communicator:
         if before is not None and before != stream and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(before)
         return stream
+
+
+class _DeviceWord:
+    """An int64 in device memory, as the protocol that torch takes views from."""
+
+    def __init__(self, address: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (1,), "typestr": "<i8", "data": (address, False), "version": 3, "strides": None
+        }  # fmt: skip
 
 
 @dataclass

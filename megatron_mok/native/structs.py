@@ -7,7 +7,7 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_uint32, c_uint64
 from enum import IntEnum
 from typing import Any
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_RANKS = 72
 
 
@@ -98,6 +98,7 @@ class Layout(_Versioned):
         ("off_dy", c_int64),
         ("off_slots", c_int64),
         ("off_dp_slots", c_int64),
+        ("off_waited_ns", c_int64),
     ]
 
 

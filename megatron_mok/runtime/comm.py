@@ -255,6 +255,15 @@ def release() -> None:
         comm.close()
 
 
+def waited_ns() -> list[torch.Tensor]:
+    """int64 [1] on its device for each open workspace: nanoseconds that this rank has waited for peers in it.
+
+    No host synchronisation. The reference back end, whose waits are the host's, does not count.
+    """
+    waited = [c._provider.waited_ns(c.handle) for c in _comms.values() if c.handle is not None]
+    return [w for w in waited if w is not None]
+
+
 def open_workspace_bytes() -> int:
     """Bytes of symmetric memory of this rank's open workspaces; the reference back end has none."""
     return sum(

@@ -76,6 +76,9 @@ class CudaProvider:
     def set_layer(self, handle: int, layer: int) -> None:
         native.lookup(handle).layer = layer
 
+    def waited_ns(self, handle: int) -> torch.Tensor:
+        return native.lookup(handle).waited_ns()
+
     def close(self, handle: int) -> None:
         native.close(handle)
 
@@ -96,9 +99,9 @@ def _check(request: Request, num_ranks: int) -> None:
     config = request.config
     if config.num_sms and not 4 <= config.num_sms <= sms:
         problems.append(Problem("num_sms", config.num_sms, f"4 to {sms}, this GPU's", "leave it out"))
-    if config.comm_sms and max(config.comm_sms) >= (config.num_sms or sms // 2 * 2):
+    if config.comm_sms and max(config.comm_sms) > (config.num_sms or sms // 2 * 2):
         problems.append(
-            Problem("comm_sms", config.comm_sms, f"fewer than num_sms ({config.num_sms or sms})", "lower it")
+            Problem("comm_sms", config.comm_sms, f"at most num_sms ({config.num_sms or sms})", "lower it")
         )
     if problems:
         raise ConfigError(problems, where="backend cuda")

@@ -53,6 +53,9 @@ class Provider(Protocol):
     def set_layer(self, handle: int, layer: int) -> None:
         """The layer of the next forward call, for error texts."""
 
+    def waited_ns(self, handle: int) -> torch.Tensor | None:
+        """int64 [1] on the device: time waited for peers since it was opened; None where nobody takes it."""
+
     def close(self, handle: int) -> None:
         """Free the workspace. No collective communication."""
 
@@ -78,6 +81,9 @@ class ReferenceProvider:
 
     def set_layer(self, handle: int, layer: int) -> None:
         exchange.lookup(handle).layer = layer
+
+    def waited_ns(self, handle: int) -> None:
+        return None
 
     def close(self, handle: int) -> None:
         exchange.close(handle)

@@ -386,7 +386,7 @@ def test_too_many_tokens_are_refused_before_any_launch(opened, device):
 
 @pytest.mark.parametrize(
     "config",
-    [{"num_sms": 1000}, {"num_sms": 2}, {"comm_sms": (132, 132)}, {"num_sms": 8, "comm_sms": (8, 8)}],
+    [{"num_sms": 1000}, {"num_sms": 2}, {"comm_sms": (134, 134)}, {"num_sms": 8, "comm_sms": (10, 10)}],
     ids=str,
 )
 def test_B46_more_sms_than_there_are(config, opened):
@@ -495,10 +495,13 @@ def test_a_late_rank_is_waited_for(late, when, device):
     with World(THREE, device) as world:
         want = world.forward(layer)
         calls = world.prepare(layer)
+        before = [int(rank.waited_ns()) for rank in world.virtual.ranks]
         world.virtual.launch(calls, **{when: hook})
         torch.cuda.synchronize()
         world.virtual.check()
         assert_same_bits(layer, want, calls)
+        waited = [int(rank.waited_ns()) - b for rank, b in zip(world.virtual.ranks, before, strict=True)]
+        assert all((ns > 20e6) == (rank != late) for rank, ns in enumerate(waited)), waited
 
 
 def failures(world):

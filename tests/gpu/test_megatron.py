@@ -183,12 +183,14 @@ def check_figures(written: dict, steps: list[str]) -> None:
         assert routes <= step["mok/rows-max"] <= 4 * routes
         assert routes / 4 <= step["mok/rows-recomputed"] <= 2 * routes
         assert step["mok/workspace-bytes"] > 1 << 20
+        assert 0 <= step["mok/peer-wait-ms"] <= step["mok/peer-wait-ms-max"] < 60_000
 
 
 def test_B58_figures_make_no_host_wait(results):
     written = found(results, "figures")
     check_figures(written, ["1", "2", "3"])
     assert all(step["mok/rows-max"] == 256 * 2 * 4 for step in written.values()), "one rank gets all"
+    assert all(step["mok/peer-wait-ms-max"] == 0 for step in written.values()), "it has no peers"
 
 
 def test_figures_of_training(results):
@@ -202,6 +204,7 @@ def test_figures_of_four_ranks(results):
     every = [found(results, "ep4, figures", rank) for rank in range(RANKS)]
     check_figures(every[0], ["1", "2"])
     assert all(one == every[0] for one in every)
+    assert all(step["mok/peer-wait-ms"] > 0 for step in every[0].values()), "ranks that share a GPU take turns"
 
 
 @pytest.mark.parametrize("name", ["ep4", "ep2"])

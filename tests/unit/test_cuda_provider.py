@@ -84,7 +84,7 @@ def test_B66_ranks_on_one_gpu_are_named_on_each(machine, rank):
 
 
 def test_B16_B27_what_the_kernels_lack_is_listed_at_once(machine):
-    config = MokConfig(num_sms=200, comm_sms=(200, 2))
+    config = MokConfig(num_sms=200, comm_sms=(202, 2))
     wrong = request(hidden=320, top_k=33, dtype=torch.float32, config=config)
     with pytest.raises(errors.ConfigError) as caught:
         cuda._check(wrong, 1)

@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define MOK_ABI_VERSION 1
+#define MOK_ABI_VERSION 2
 #define MOK_MAX_RANKS 72
 #define MOK_MAX_LOCAL_EXPERTS 512
 #define MOK_MAX_TOP_K 32
@@ -61,6 +61,7 @@ typedef struct {
   int32_t minibatch_units, ring_blocks, act_blocks;
   int32_t segment_units;     // units of 256 rows of one expert that a weight gradient sums in one turn, at least 1
   int64_t off_flags, off_tokens, off_ids, off_probs, off_x, off_dy, off_slots, off_dp_slots;
+  int64_t off_waited_ns;     // uint64: time that this rank has waited for peers since the workspace was made
 } MokLayout;
 
 // What a bounded wait leaves behind, in host-visible memory. `code` is written last.

@@ -41,18 +41,19 @@ struct Batch {
     const int left = __ldg(table + kScheduleUnits) - next.unit;
     if (left <= 0) return next;
     // Lane i looks at unit i of the batch.
-    int block = __ldg(table + kScheduleBlocks), expert = 0, before = 0, rows = 0;
+    int block = __ldg(table + kScheduleBlocks), expert = 0, before = 0, rows = 0, units_of_segment = 1;
     bool again = false, last = false;
     if (lane < left) {
       block = __ldg(table + p.blob.unit + next.unit + lane);
       expert = block_expert(__ldg(table + p.blob.block + block));
       before = (block - __ldg(table + p.blob.block_start + expert)) * kBlockRows;
       const int all = __ldg(table + kScheduleExperts + expert);
-      rows = segment_rows(all, before, p.segment_units);
+      units_of_segment = even_segment_units(all, p.segment_units);
+      rows = segment_rows(all, before, units_of_segment);
       last = before + rows == all;
       again = __ldg(table + p.blob.group_start + expert) + ceil_div(before + min(all - before, kUnitRows), kGroupRows) > p.save_groups;
     }
-    const bool starts = lane < left && before / kUnitRows % p.segment_units == 0;
+    const bool starts = lane < left && before / kUnitRows % units_of_segment == 0;
     const uint32_t ends = __ballot_sync(~0u, starts || lane >= left) & ~1u;  // a segment ends before these units
     const uint32_t within = ends & __ballot_sync(~0u, block - __shfl_sync(~0u, block, 0) <= p.batch_blocks);
     next.units = min(within ? 31 - __clz(within) : __ffs(ends) - 1, left);
@@ -91,18 +92,15 @@ struct Kernel {
   __device__ int dx_tiles() const { return p.needs & MOK_NEED_DX ? hidden_tiles() : (p.needs & MOK_NEED_DP ? 1 : 0); }
   __device__ int dw1_tiles() const { return p.want_dw1 ? h_tiles() * hidden_tiles() : 0; }
   __device__ int dw2_tiles() const { return p.want_dw2 ? hidden_tiles() * act_tiles() : 0; }
-  // Granules of 64 rows that a segment's weight gradients store.
-  __device__ uint32_t stores_of_segment() const {
-    return dw1_tiles() * 4 + (p.want_dw2 ? act_tiles() * (p.hidden / kGranuleRows) : 0);
-  }
 
   // ---- publication: this rank's counters, dy and x; every rank's word ----
   __device__ void publish(uint64_t expected) const {
     const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x, threads = int64_t(gridDim.x) * kThreads;
     const int blocks = workspace_dead(wait) ? 0 : __ldg(p.schedule + kScheduleBlocks);
     const auto& o = p.offsets.backward;
-    for (const int64_t offset : {o.dy_ready, o.x_ready, o.h_done, o.dact_done, o.batch_read, o.segment_stored})
+    for (const int64_t offset : {o.dy_ready, o.x_ready, o.h_done, o.dact_done, o.batch_read})
       for (int64_t i = thread; i < 2 * blocks; i += threads) counter(offset)[i] = 0;
+    for (int64_t i = thread; i < weight_gradient_tiles(p.hidden, p.intermediate); i += threads) counter(o.turns_stored)[i] = 0;
     if (p.ranks > 1) {
       char* mine = reinterpret_cast<char*>(p.peers[p.rank]);
       uint4* to[2] = {reinterpret_cast<uint4*>(mine + p.symmetric.dy), reinterpret_cast<uint4*>(mine + p.symmetric.x)};
@@ -124,9 +122,13 @@ struct Kernel {
     }
     __syncthreads();
     arrive_and_tell_peers(wait, &wait.control->backward_arrived, &Flags::published, expected);
-    if (int(threadIdx.x) < p.ranks)
+    uint64_t start = 0;
+    if (int(threadIdx.x) < p.ranks) {
+      start = start_of_wait(wait, MOK_PHASE_PUBLISH, wait.flags->published, expected);
       wait_stamp(wait, MOK_PHASE_PUBLISH, &wait.flags->published[threadIdx.x], threadIdx.x, expected);
+    }
     __syncthreads();
+    end_of_wait(wait, start);
     ptx::fence_proxy_async_global();
   }
 
@@ -149,40 +151,53 @@ struct Kernel {
     return job;
   }
 
-  __device__ void pull() const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp >= kPullWarps || workspace_dead(wait)) return;
+  __device__ PullJob dy_job() const { return job(p.dy, p.symmetric.dy, p.offsets.backward.dy_ring, p.offsets.backward.dy_ready); }
+  __device__ PullJob x_job() const { return job(p.x, p.symmetric.x, p.offsets.backward.x_ring, p.offsets.backward.x_ready); }
+  // Rows of the units that the first tickets need.
+  __device__ int head_rows() const {
     const int blocks = __ldg(p.schedule + kScheduleBlocks), units = __ldg(p.schedule + kScheduleUnits);
-    if (blocks == 0) return;
-    const auto& o = p.offsets.backward;
-    const PullJob dy = job(p.dy, p.symmetric.dy, o.dy_ring, o.dy_ready), x = job(p.x, p.symmetric.x, o.x_ring, o.x_ready);
-    // A slot is free when every tile of the batch that had it has read it.
+    const int head_units = min(units, ceil_div(int(gridDim.x) / 2, QuadTile::kQuad * act_tiles()) * QuadTile::kQuad);
+    return min(head_units < units ? __ldg(blob(p.blob.unit) + head_units) : blocks, p.ring_blocks) * kBlockRows;
+  }
+  // Their dy comes row by row over all warps: the kernel starts at memory speed.
+  __device__ void pull_head() const {
+    if (__any_sync(~0u, workspace_dead(wait))) return;  // its schedule may be garbage
+    const PullJob dy = dy_job();
+    const int rows = head_rows(), warps = gridDim.x * (kThreads / 32), me = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+    for (int64_t base = me; base < rows; base += warps * 32) {
+      const int64_t row = base + int64_t(threadIdx.x % 32) * warps;
+      pull_scattered<16>(dy, row < rows ? int(row) : -1);
+    }
+  }
+  // The rest in order, by the warps that have nothing else to do.
+  __device__ void pull_rest(int me, int pullers) const {
+    if (__any_sync(~0u, workspace_dead(wait))) return;
+    const PullJob dy = dy_job(), x = x_job();
+    const int lane = threadIdx.x % 32, rows = dy.chunk_rows(), head = head_rows(), total = __ldg(p.schedule + kScheduleBlocks) * kBlockRows;
+    const bool with_x = pulls_x();
+    const auto row = [&](int base) { return lane < rows && base < total ? base + lane : -1; };
     Batch old = Batch::after(Batch{}, p);
-    auto free = [&](int granule) {
-      while (granule / 2 >= old.end_block) old = Batch::after(old, p);
-      return SlotFree{counter(o.batch_read) + old.index,
-                      2u * uint32_t(old.units * dx_tiles() + old.segments * (dw1_tiles() + dw2_tiles()))};
-    };
-    RowPuller puller(wait, ptx::smem(s.stages), ptx::smem(s.pull_barriers), ptx::smem(s.staging), warp, free);
-
-    // dy of the units that the first tickets need, row by row over all CTAs: the kernel starts at memory speed.
-    const int clusters = gridDim.x / 2;
-    const int quads = ceil_div(clusters, QuadTile::kQuad * act_tiles());
-    const int head_units = min(units, quads * QuadTile::kQuad);
-    const int head_rows = min(head_units < units ? __ldg(blob(p.blob.unit) + head_units) : blocks, p.ring_blocks) * kBlockRows;
-    const int warps = gridDim.x * kPullWarps, my = warp * gridDim.x + blockIdx.x;
-    for (int base = my; base < head_rows; base += warps * 32) {
-      const int64_t row = base + int64_t(lane) * warps;
-      puller.batch(dy, row < head_rows ? int(row) : -1, 1);
+    int free_batch = -1;
+    int base = me * rows;
+    SourceRow next = SourceRow::load(x, row(base));
+    for (; base < total; base += pullers * rows) {
+      const SourceRow mine = next;
+      next = SourceRow::load(x, row(base + pullers * rows));  // ahead of its copies
+      // A slot is free when every tile of the batch that had it has read it.
+      const auto await = [&] {
+        const int before = last_in_slot(x.block_words, base / kGranuleRows, p.ring_blocks);
+        if (before < 0) return;
+        while (before / 2 >= old.end_block) old = Batch::after(old, p);
+        if (old.index == free_batch) return;
+        if (lane == 0)
+          wait_count(wait, MOK_PHASE_DISPATCH, counter(p.offsets.backward.batch_read) + old.index,
+                     2u * uint32_t(old.units * dx_tiles() + old.segments * (dw1_tiles() + dw2_tiles())));
+        __syncwarp();
+        free_batch = old.index;
+      };
+      if (base >= head) pull_rows<kPullAhead>(dy, base, row(base), mine, await);
+      if (with_x) pull_rows<kPullAhead>(x, base, row(base), mine, await);
     }
-    if (int(blockIdx.x) < p.comm_ctas) {
-      const int comm_warps = p.comm_ctas * kPullWarps, me = warp * p.comm_ctas + blockIdx.x;
-      for (int base = me * 32; base < blocks * kBlockRows; base += comm_warps * 32) {
-        if (base >= head_rows) puller.batch(dy, base + lane, 32);
-        if (pulls_x()) puller.batch(x, base + lane, 32);
-      }
-    }
-    puller.finish();
   }
 
   // ---- scheduler: one warp of CTA 0 ----
@@ -205,7 +220,7 @@ struct Kernel {
     // The schedule of a workspace that died in its making may be garbage.
     const bool dead = __shfl_sync(~0u, workspace_dead(wait), 0);
     Batch current = dead ? Batch{} : Batch::after(Batch{}, p), previous{};
-    int last_turn = -1;  // the last turn before the segments of `previous`
+    int turns = 0;  // before the segments of `previous`
     uint32_t base = 0;  // first ticket of the round
     TileInfo info{};
     for (int i = 0; info.phase != kNoMoreTiles; ++i) {
@@ -216,7 +231,7 @@ struct Kernel {
                              previous.segments * dw_tiles;
         if (ticket - base < uint32_t(in_round)) break;
         base += in_round;
-        if (previous.turns) last_turn = previous.first_segment + 31 - __clz(previous.turns);
+        turns += __popc(previous.turns);
         previous = current;
         current = Batch::after(current, p);
       }
@@ -238,18 +253,17 @@ struct Kernel {
           const bool dw1 = t < dw1_tiles();
           const BandedTile tile = dw1 ? BandedTile::make(t, h_tiles(), hidden_tiles())
                                       : BandedTile::make(t - dw1_tiles(), hidden_tiles(), act_tiles());
-          const int segment = previous.first_segment + j;
           const bool first = __shfl_sync(~0u, previous.first, j), last = __shfl_sync(~0u, previous.last, j);
           info = {dw1 ? kDw1 : kDw2, tile.row << 16 | tile.column, __shfl_sync(~0u, previous.block, j),
                   __shfl_sync(~0u, previous.expert, j), __shfl_sync(~0u, previous.rows, j), previous.index,
-                  segment << 2 | (last ? kLastSegment : 0) | (first ? kFirstSegment : 0)};
+                  t << 2 | (last ? kLastSegment : 0) | (first ? kFirstSegment : 0)};
           await_granules(MOK_PHASE_GEMM2, o.dact_done, info.block, info.rows, act_tiles());
           await_x(info);
-          // Turns of one expert add in order, and all experts share the fp32 sums between the turns: each waits for the one before.
-          const uint32_t before = previous.turns & ((1u << j) - 1);
-          const int turn_before = before ? previous.first_segment + 31 - __clz(before) : last_turn;
-          if (!(first && last) && turn_before >= 0 && threadIdx.x % 32 == 0)
-            wait_count(wait, MOK_PHASE_GEMM2, counter(o.segment_stored) + turn_before, stores_of_segment());
+          // Turns of one expert add in order, and all experts share the fp32 sums between the turns: a tile waits for its turns before.
+          if (!(first && last) && threadIdx.x % 32 == 0) {
+            const int granules = dw1 ? 4 : min(4, p.hidden / kGranuleRows - tile.row * 4);
+            wait_count(wait, MOK_PHASE_GEMM2, counter(o.turns_stored) + t, (turns + __popc(previous.turns & ((1u << j) - 1))) * granules);
+          }
         } else if (t < again_tiles) {
           unit_tile(kRecompute, current, current.units - current.again, current.again, h_tiles());
           await_granules(MOK_PHASE_GEMM1, o.x_ready, info.block, info.rows, kGranuleRows);
@@ -425,11 +439,12 @@ struct Kernel {
           for (int r = 0; r < 2; ++r)
             if (target[r]) ptx::bulk_store(target[r], from + (r * 32 + lane) * kPitch, min(kTileN, p.hidden - w.column) * 2);
         } else if (lane == 0 && tile.phase == kDAct) {
-          const bool act = part + 1 == w.parts;
-          const CUtensorMap* map = act ? &p.act_map : &p.dh_map;
-          const int column = act ? w.column : (tile.n * 2 + part) * kTileN, columns = act ? p.intermediate : 2 * p.intermediate;
-          for (int i = 0; i < 4 && column + i * kTileK < columns; ++i)
-            ptx::tensor_store_2d(map, column + i * kTileK, row, from + i * kBoxBytes);
+          for (int i = 0; i < 4; ++i) {
+            if (part + 1 < w.parts)  // dh: 16 rows by 256 columns a warp
+              ptx::tensor_store_3d(&p.dh_rows_map, 0, row + i * 16, (tile.n * 2 + part) * 4, from + i * kBoxBytes);
+            else if (w.column + i * kTileK < p.intermediate)
+              ptx::tensor_store_2d(&p.act_map, w.column + i * kTileK, row, from + i * kBoxBytes);
+          }
         } else if (lane == 0) {
           const bool dw1 = tile.phase == kDw1;
           const ExpertTensors& gradient = dw1 ? p.dw1 : p.dw2;
@@ -451,7 +466,7 @@ struct Kernel {
           ptx::bulk_wait<0>();
           __syncwarp();
           if (lane == 0)
-            ptx::add_release_gpu(turn ? counter(o.segment_stored) + (tile.segment >> 2) : counter(o.dact_done) + tile.block * 2 + g, 1);
+            ptx::add_release_gpu(turn ? counter(o.turns_stored) + (tile.segment >> 2) : counter(o.dact_done) + tile.block * 2 + g, 1);
         }
       }
     }
@@ -468,8 +483,8 @@ struct Kernel {
     uint32_t uses = 0;  // of the staging buffer
     StageCursor at;
     TileInfo tile;
-    float d[128];
     for (int i = 0; next_tile(s, i, tile); ++i) {
+      float d[128];
       const Work w = work(tile);
       Output out(s, at, release, output_slots(w.parts), uses);
       uses += w.share.count == 2 && w.parts > 0;
@@ -583,7 +598,7 @@ struct Kernel {
       *reinterpret_cast<float2*>(to8 + 8 * j) = make_float2(d[4 * j + 2], d[4 * j + 3]);
     }
     ptx::named_barrier(1 + group, 128);
-    if (threadIdx.x % 128 == 0) ptx::add_release_gpu(counter(p.offsets.backward.segment_stored) + (tile.segment >> 2), 1);
+    if (threadIdx.x % 128 == 0) ptx::add_release_gpu(counter(p.offsets.backward.turns_stored) + (tile.segment >> 2), 1);
   }
 
   // Where the h of a group of 8 rows and a tile of 128 columns of I lies: 8 vectors of 32 lanes x 16 bytes.
@@ -606,8 +621,8 @@ struct Kernel {
         a[i] = pack_bf16(d[4 * j], d[4 * j + 1]);
         b[i] = pack_bf16(d[4 * j + 2], d[4 * j + 3]);
       }
-      to0[v * 32] = make_uint4(a[0], a[1], a[2], a[3]);
-      to1[v * 32] = make_uint4(b[0], b[1], b[2], b[3]);
+      to0[h_vector(v) * 32] = make_uint4(a[0], a[1], a[2], a[3]);
+      to1[h_vector(v) * 32] = make_uint4(b[0], b[1], b[2], b[3]);
     }
     ptx::fence_proxy_async_global();  // d_act loads it by bulk copies
     ptx::named_barrier(threadIdx.x / 128, 128);
@@ -615,7 +630,7 @@ struct Kernel {
   }
 
   template <MokActivation kAct>
-  __device__ __forceinline__ void finish_dact(const float (&d)[128], const TileInfo& tile, int granule, Output& out, int parts) const {
+  __device__ __forceinline__ void finish_dact(float (&d)[128], const TileInfo& tile, int granule, Output& out, int parts) const {
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int valid = min(tile.rows - granule * kGranuleRows, kGranuleRows);
     const int r0 = warp * 16 + lane / 4;
@@ -624,42 +639,52 @@ struct Kernel {
     const int* probs = blob(p.blob.prob) + padded;
     const float prob[2] = {__int_as_float(__ldg(probs)), __int_as_float(__ldg(probs + 8))};
     float dp[2] = {};
-    uint32_t act[2][32];  // [row][pair of columns]
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half == 1 && parts == 2) {  // I ends within this tile
-#pragma unroll
-        for (int j = 16; j < 32; ++j) act[0][j] = act[1][j] = 0;
-        break;
-      }
-      const uint32_t piece = out.open(half * 2 + group);
-      uint32_t dgate[2][16], dup[2][16];
+    // 64 columns a turn, always in the same 32 registers, after which all move up: a loop's instructions are fetched once. Behind them
+    // follows act: in the end d[32 * quarter + 8 * row + pair of columns].
+    uint32_t mine = 0;
+#pragma unroll 1
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const int half = quarter / 2, s = quarter % 2;
+      uint32_t act[2][8] = {};  // [row][pair of columns]
+      const bool inside = half == 0 || parts == 3;  // I may end within this tile
+      if (inside) {
+      // This warp's 16 rows, 8 KiB: h, which it overwrites by dh 64 columns at a time.
+      if (s == 0) mine = out.open(half * 2 + group) + warp * 2 * kHBytes;
+      uint32_t dgate[2][8], dup[2][8];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint32_t from = piece + (warp * 2 + r) * kHBytes + lane * 16;  // stale where the row is padding
 #pragma unroll
-        for (int v = 0; v < 4; ++v) {
-          const uint4 g4 = ptx::load_shared_v4(from + v * 512), u4 = ptx::load_shared_v4(from + (v + 4) * 512);
+        for (int v = 0; v < 2; ++v) {
+          const uint32_t from = mine + r * kHBytes + s * 2048 + v * 512 + lane * 16;  // stale where the row is padding
+          const uint4 g4 = ptx::load_shared_v4(from), u4 = ptx::load_shared_v4(from + 1024);
           const uint32_t gate[4] = {g4.x, g4.y, g4.z, g4.w}, up[4] = {u4.x, u4.y, u4.z, u4.w};
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int j = 4 * v + i, a = (half * 16 + j) * 4 + 2 * r;
+            const int j = 4 * v + i, a = j * 4 + 2 * r;
             const float2 g = unpack_bf16(gate[i]), u = unpack_bf16(up[i]);
             const ActivationGradient x = activate_backward<kAct>(g.x, u.x, p.act_limit), y = activate_backward<kAct>(g.y, u.y, p.act_limit);
             dp[r] += ok[r] ? x.activation * d[a] + y.activation * d[a + 1] : 0.f;
-            dgate[r][j] = ok[r] ? pack_bf16(x.gate * d[a] * prob[r], y.gate * d[a + 1] * prob[r]) : 0u;
-            dup[r][j] = ok[r] ? pack_bf16(x.up * d[a] * prob[r], y.up * d[a + 1] * prob[r]) : 0u;
-            act[r][half * 16 + j] = ok[r] ? pack_bf16(x.activation * prob[r], y.activation * prob[r]) : 0u;
+            const float dx = d[a] * prob[r], dy = d[a + 1] * prob[r];
+            dgate[r][j] = ok[r] ? pack_bf16(x.gate * dx, y.gate * dy) : 0u;
+            dup[r][j] = ok[r] ? pack_bf16(x.up * dx, y.up * dy) : 0u;
+            act[r][j] = ok[r] ? pack_bf16(x.activation * prob[r], y.activation * prob[r]) : 0u;
           }
         }
       }
-      ptx::named_barrier(1 + group, 128);  // all of h has been read
+      __syncwarp();  // these columns of h have been read
+      const int row = (lane >> 3 & 1) * 8 + (lane & 7);
 #pragma unroll
-      for (int j = 0; j < 16; j += 2) {
-        ptx::store_matrix_x4(piece + image_offset(j), dgate[0][j], dgate[1][j], dgate[0][j + 1], dgate[1][j + 1]);
-        ptx::store_matrix_x4(piece + image_offset(16 + j), dup[0][j], dup[1][j], dup[0][j + 1], dup[1][j + 1]);
+      for (int j = 0; j < 8; j += 2) {
+        const uint32_t to = mine + s * 2048 + row * 128 + (((j + matrix_column()) ^ (row & 7)) << 4);
+        ptx::store_matrix_x4(to, dgate[0][j], dgate[1][j], dgate[0][j + 1], dgate[1][j + 1]);
+        ptx::store_matrix_x4(to + 4096, dup[0][j], dup[1][j], dup[0][j + 1], dup[1][j + 1]);
       }
-      out.hand_over();
+      if (s == 1) out.hand_over();
+      }
+#pragma unroll
+      for (int i = 0; i < 96; ++i) d[i] = d[i + 32];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) d[96 + i] = __uint_as_float(act[i / 8][i % 8]);
     }
     // This tile's part of the router gradient: columns in order within a lane, then the four lanes of a row.
 #pragma unroll
@@ -670,7 +695,11 @@ struct Kernel {
     }
     const uint32_t to = out.open((parts - 1) * 2 + group);
 #pragma unroll
-    for (int j = 0; j < 32; j += 2) ptx::store_matrix_x4(to + image_offset(j), act[0][j], act[1][j], act[0][j + 1], act[1][j + 1]);
+    for (int j = 0; j < 32; j += 2) {
+      const float* act = d + j / 8 * 32 + j % 8;
+      ptx::store_matrix_x4(to + image_offset(j), __float_as_uint(act[0]), __float_as_uint(act[8]), __float_as_uint(act[1]),
+                           __float_as_uint(act[9]));
+    }
     out.hand_over();
   }
 
@@ -736,12 +765,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) backwar
     ptx::prefetch_tensor_map(&p.w1.map);
     ptx::prefetch_tensor_map(&p.w2.map);
   }
-  // What padding rows are filled with, before the staging buffer has its own use.
-  for (int i = threadIdx.x; i < kPullChunk / 16; i += kThreads) reinterpret_cast<uint4*>(s.staging)[i] = make_uint4(0, 0, 0, 0);
-  ptx::fence_proxy_async_shared();
   kernel.publish(expected);
-  kernel.pull();
-  // Shared memory of both CTAs is free of pulls and their barriers exist before anyone multicasts.
+  kernel.pull_head();
+  // The barriers of both CTAs exist before anyone multicasts.
   ptx::cluster_arrive();
   ptx::cluster_wait();
 
@@ -751,8 +777,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) backwar
       if (threadIdx.x == 0) kernel.load_tiles();
     } else if (warp == 1) {
       kernel.store_tiles();
-    } else if (warp == 3) {
-      if (kernel.cta == 0) kernel.schedule_tiles();
+    } else if (warp == 3 && kernel.cta == 0) {
+      kernel.schedule_tiles();
+    } else if (int(blockIdx.x) < p.comm_ctas) {
+      kernel.pull_rest(blockIdx.x / 2 * kPullersOfCluster + puller_of_cluster(warp, kernel.cta), p.comm_ctas / 2 * kPullersOfCluster);
     }
     __syncwarp();
     ptx::cluster_arrive();
@@ -823,9 +851,7 @@ int launch_backward(const MokBackwardArgs& args, cudaStream_t stream) {
   p.dw2_fp32 = args.dw2_is_fp32;
   p.accumulate = args.accumulate;
   const int ctas = sizes.num_sms / 2 * 2;
-  p.comm_ctas = args.comm_sms > 0 ? args.comm_sms : default_comm_ctas(problem, ctas);
-  if (p.comm_ctas % 2 != 0 || p.comm_ctas >= ctas)
-    return fail(MOK_ERR_ARGUMENT, "comm_sms: got %d, need an even number below num_sms = %d", p.comm_ctas, ctas);
+  if (const int status = comm_ctas(args.comm_sms, ctas, &p.comm_ctas); status != MOK_OK) return status;
   p.act_limit = args.act_limit;
   p.layer = args.layer;
   p.timeout_ns = args.workspace.timeout_ns;
@@ -839,6 +865,8 @@ int launch_backward(const MokBackwardArgs& args, cudaStream_t stream) {
   if (status == MOK_OK) status = ring(&p.x_map, o.x_ring, hidden, "x ring");
   if (status == MOK_OK) status = ring(&p.dh_map, o.dh_ring, 2 * intermediate, "dh ring");
   if (status == MOK_OK) status = ring(&p.act_map, o.act_ring, intermediate, "act ring");
+  if (status == MOK_OK)
+    status = encode_row_group_map(&p.dh_rows_map, args.workspace.local + o.dh_ring, 2 * intermediate, rows, "dh ring");
   if (status == MOK_OK)
     status = encode_experts(&p.w1, args.w1, args.num_w, local_experts, hidden, 2 * intermediate,
                                 kGranuleRows, "w1");

@@ -1,10 +1,11 @@
 // The forward megakernel on SM90: pull x, GEMM 1 with SwiGLU, GEMM 2, push y, reduce. One launch, one CTA an SM, clusters of two.
 //
 // Who does what in a CTA of 384 threads:
-//   all warps      pull the first units' rows together; the first comm_ctas CTAs then pull the rest, and join
+//   all warps      pull the first units' rows together
 //   warp 0         producer: TMA loads of a tile's operands into four stages; its half of B goes to both CTAs of the cluster
 //   warp 1         store warp: writes finished tiles, act into its ring, y rows into their owners' slots
-//   warp 3         (CTA 0 of the cluster) scheduler: claims a ticket, waits for what it needs, tells both CTAs
+//   warp 2, 3      pull the other rows in the first comm_ctas CTAs; but warp 3 of CTA 0 of a cluster is the
+//                  scheduler: claims a ticket, waits for what it needs, tells both CTAs
 //   warps 4..11    two consumer warpgroups, 64 rows each: WGMMA and epilogue
 // Each consumer warpgroup leaves its output in a place of its own (pipeline.cuh), so neither waits for the other.
 // Legend: T tokens, K experts a token, H hidden, I intermediate, L local experts; unit, block, granule, group: constants.h.
@@ -36,11 +37,7 @@ struct Kernel {
   __device__ int n2() const { return (p.hidden + kTileN - 1) / kTileN; }
 
   // ---- dispatch ----
-  __device__ void pull() {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp >= kPullWarps || workspace_dead(wait)) return;  // the schedule of a dead workspace may be garbage
-    const int blocks = __ldg(p.schedule + kScheduleBlocks), units = __ldg(p.schedule + kScheduleUnits);
-    if (blocks == 0) return;
+  __device__ PullJob job() const {
     PullJob job{};
     job.ring = local<char>(p.offsets.x_ring);
     job.row_bytes = int64_t(p.hidden) * 2;
@@ -54,27 +51,43 @@ struct Kernel {
     job.local_rows = p.x;
     job.peers = p.peers;
     job.peer_offset = p.symmetric.x;
-    // A slot is free when every GEMM 1 tile has read the granule that had it before.
-    auto free = [&](int granule) { return SlotFree{local<uint32_t>(p.offsets.act_done) + granule, uint32_t(n1())}; };
-    RowPuller puller(wait, ptx::smem(s.stages), ptx::smem(s.pull_barriers), 0, warp, free);
-
-    // The units that the first tickets need, row by row over all CTAs: the kernel starts at memory speed.
-    const int clusters = gridDim.x / 2;
-    const int quads = (clusters + QuadTile::kQuad * n1() - 1) / (QuadTile::kQuad * n1());
-    const int head_units = min(units, quads * QuadTile::kQuad);
-    const int head_blocks = min(head_units < units ? __ldg(blob(p.blob.unit) + head_units) : blocks, p.ring_blocks);
-    const int warps = gridDim.x * kPullWarps, my = warp * gridDim.x + blockIdx.x;
-    const int head_rows = head_blocks * kBlockRows;
-    for (int base = my; base < head_rows; base += warps * 32) {
-      const int64_t row = base + int64_t(lane) * warps;
-      puller.batch(job, row < head_rows ? int(row) : -1, 1);
+    return job;
+  }
+  // Rows of the units that the first tickets need.
+  __device__ int head_rows() const {
+    const int blocks = __ldg(p.schedule + kScheduleBlocks), units = __ldg(p.schedule + kScheduleUnits);
+    const int head_units = min(units, ceil_div(int(gridDim.x) / 2, QuadTile::kQuad * n1()) * QuadTile::kQuad);
+    return min(head_units < units ? __ldg(blob(p.blob.unit) + head_units) : blocks, p.ring_blocks) * kBlockRows;
+  }
+  // These come row by row over all warps: the kernel starts at memory speed.
+  __device__ void pull_head() const {
+    if (__any_sync(~0u, workspace_dead(wait))) return;  // its schedule may be garbage
+    const PullJob x = job();
+    const int rows = head_rows(), warps = gridDim.x * (kThreads / 32), me = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+    for (int64_t base = me; base < rows; base += warps * 32) {
+      const int64_t row = base + int64_t(threadIdx.x % 32) * warps;
+      pull_scattered<16>(x, row < rows ? int(row) : -1);
     }
-    if (int(blockIdx.x) < p.comm_ctas) {
-      // The rest in order, half a granule a batch.
-      const int comm_warps = p.comm_ctas * kPullWarps, me = warp * p.comm_ctas + blockIdx.x;
-      for (int base = head_rows + me * 32; base < blocks * kBlockRows; base += comm_warps * 32) puller.batch(job, base + lane, 32);
+  }
+  // The rest in order, by the warps that have nothing else to do.
+  __device__ void pull_rest(int me, int pullers) const {
+    if (__any_sync(~0u, workspace_dead(wait))) return;
+    const PullJob x = job();
+    const int lane = threadIdx.x % 32, rows = x.chunk_rows(), total = __ldg(p.schedule + kScheduleBlocks) * kBlockRows;
+    const auto row = [&](int base) { return lane < rows && base < total ? base + lane : -1; };
+    int base = head_rows() + me * rows;
+    SourceRow next = SourceRow::load(x, row(base));
+    for (; base < total; base += pullers * rows) {
+      const SourceRow mine = next;
+      next = SourceRow::load(x, row(base + pullers * rows));  // ahead of its copies
+      pull_rows<kPullAhead>(x, base, row(base), mine, [&] {
+        // A slot is free when every GEMM 1 tile has read the granule that had it before.
+        const int old = last_in_slot(x.block_words, base / kGranuleRows, p.ring_blocks);
+        if (old < 0) return;
+        if (lane == 0) wait_count(wait, MOK_PHASE_DISPATCH, local<uint32_t>(p.offsets.act_done) + old, n1());
+        __syncwarp();
+      });
     }
-    puller.finish();
   }
 
   // ---- scheduler: one warp of CTA 0 ----
@@ -207,8 +220,8 @@ struct Kernel {
     uint32_t uses = 0;  // of the staging buffer
     StageCursor at;
     TileInfo tile;
-    float d[128];
     for (int i = 0; next_tile(s, i, tile); ++i) {
+      float d[128];
       const GranuleShare share = GranuleShare::make(tile.rows, cta);
       const int steps = (tile.phase == kGemm1 ? p.hidden : p.intermediate) / kTileK;
       Output out(s, at, release, slots(tile), uses);
@@ -238,44 +251,48 @@ struct Kernel {
 
   // Rounds h, saves it, applies the activation and the probability, and leaves act as two images.
   template <MokActivation kAct>
-  __device__ __forceinline__ void finish_gemm1(const float (&d)[128], const TileInfo& tile, int first_row, int valid, float p0, float p1,
+  __device__ __forceinline__ void finish_gemm1(float (&d)[128], const TileInfo& tile, int first_row, int valid, float p0, float p1,
                                                Output& out, int piece) const {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int r0 = warp * 16 + lane / 4;
     const bool ok0 = r0 < valid, ok1 = r0 + 8 < valid;
-    // Padding rows become exact zeros, whatever the ring held.
-    uint32_t h0[32], h1[32];
-#pragma unroll
-    for (int j = 0; j < 32; ++j) {
-      h0[j] = ok0 ? pack_bf16(d[4 * j], d[4 * j + 1]) : 0u;
-      h1[j] = ok1 ? pack_bf16(d[4 * j + 2], d[4 * j + 3]) : 0u;
-    }
-    if (p.h != nullptr) {
-      const int block_start = __ldg(blob(p.blob.block_start) + tile.expert), group_start = __ldg(blob(p.blob.group_start) + tile.expert);
-      const int group = group_start + (first_row - block_start * kBlockRows + warp * 16) / kGroupRows;
-      uint4* to = reinterpret_cast<uint4*>(p.h) + (int64_t(group) * n1() + tile.n) * 256 + lane;
-      if (warp * 16 < valid && group < p.save_groups) {
-#pragma unroll
-        for (int v = 0; v < 8; ++v) __stcs(to + v * 32, make_uint4(h0[4 * v], h0[4 * v + 1], h0[4 * v + 2], h0[4 * v + 3]));
-      }
-      to += int64_t(n1()) * 256;
-      if (warp * 16 + 8 < valid && group + 1 < p.save_groups) {
-#pragma unroll
-        for (int v = 0; v < 8; ++v) __stcs(to + v * 32, make_uint4(h1[4 * v], h1[4 * v + 1], h1[4 * v + 2], h1[4 * v + 3]));
-      }
-    }
-    uint32_t act0[16], act1[16];
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const float2 g0 = unpack_bf16(h0[j]), u0 = unpack_bf16(h0[16 + j]), g1 = unpack_bf16(h1[j]), u1 = unpack_bf16(h1[16 + j]);
-      const float a = activate<kAct>(g0.x, u0.x, p.act_limit) * p0, b = activate<kAct>(g0.y, u0.y, p.act_limit) * p0;
-      const float c = activate<kAct>(g1.x, u1.x, p.act_limit) * p1, e = activate<kAct>(g1.y, u1.y, p.act_limit) * p1;
-      act0[j] = pack_bf16(a, b);
-      act1[j] = pack_bf16(c, e);
-    }
+    const int group = __ldg(blob(p.blob.group_start) + tile.expert) +
+                      (first_row - __ldg(blob(p.blob.block_start) + tile.expert) * kBlockRows + warp * 16) / kGroupRows;
+    uint4* to_h = reinterpret_cast<uint4*>(p.h) + (int64_t(group) * n1() + tile.n) * 256 + lane;
+    const bool save0 = p.h != nullptr && warp * 16 < valid && group < p.save_groups;
+    const bool save1 = p.h != nullptr && warp * 16 + 8 < valid && group + 1 < p.save_groups;
     const uint32_t to = out.open(piece);
+    // 32 columns of gate and up a turn, always in the same registers, which then move up: a loop's instructions are fetched once.
+#pragma unroll 1
+    for (int v = 0; v < 4; ++v) {
+      uint32_t h[2][2][4], act[2][4];  // [row][gate, up][pair of columns]
 #pragma unroll
-    for (int j = 0; j < 16; j += 2) ptx::store_matrix_x4(to + image_offset(j), act0[j], act1[j], act0[j + 1], act1[j + 1]);
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int up = 0; up < 2; ++up) {
+          const int a = up * 64 + 4 * j;
+          // Padding rows become exact zeros, whatever the ring held.
+          h[0][up][j] = ok0 ? pack_bf16(d[a], d[a + 1]) : 0u;
+          h[1][up][j] = ok1 ? pack_bf16(d[a + 2], d[a + 3]) : 0u;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float2 g = unpack_bf16(h[r][0][j]), u = unpack_bf16(h[r][1][j]);
+          const float prob = r ? p1 : p0;
+          act[r][j] = pack_bf16(activate<kAct>(g.x, u.x, p.act_limit) * prob, activate<kAct>(g.y, u.y, p.act_limit) * prob);
+        }
+      }
+#pragma unroll
+      for (int up = 0; up < 2; ++up) {
+        uint4* at = to_h + h_vector(up * 4 + v) * 32;
+        if (save0) __stcs(at, make_uint4(h[0][up][0], h[0][up][1], h[0][up][2], h[0][up][3]));
+        if (save1) __stcs(at + int64_t(n1()) * 256, make_uint4(h[1][up][0], h[1][up][1], h[1][up][2], h[1][up][3]));
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j += 2) ptx::store_matrix_x4(to + image_offset(4 * v + j), act[0][j], act[1][j], act[0][j + 1], act[1][j + 1]);
+#pragma unroll
+      for (int i = 0; i < 48; ++i) d[i] = d[i + 16], d[64 + i] = d[64 + i + 16];
+    }
     out.hand_over();
   }
 
@@ -308,8 +325,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) forward
     ptx::prefetch_tensor_map(&p.w2.map);
   }
   __syncthreads();
-  kernel.pull();
-  // Shared memory of both CTAs is free of pulls and their barriers exist before anyone multicasts.
+  kernel.pull_head();
+  // The barriers of both CTAs exist before anyone multicasts.
   ptx::cluster_arrive();
   ptx::cluster_wait();
 
@@ -319,8 +336,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) forward
       if (threadIdx.x == 0) kernel.load_tiles();
     } else if (warp == 1) {
       kernel.store_tiles();
-    } else if (warp == 3) {
-      if (kernel.cta == 0) kernel.schedule_tiles();
+    } else if (warp == 3 && kernel.cta == 0) {
+      kernel.schedule_tiles();
+    } else if (int(blockIdx.x) < p.comm_ctas) {
+      kernel.pull_rest(blockIdx.x / 2 * kPullersOfCluster + puller_of_cluster(warp, kernel.cta), p.comm_ctas / 2 * kPullersOfCluster);
     }
     __syncwarp();
     ptx::cluster_arrive();
@@ -378,9 +397,7 @@ int launch_forward(const MokForwardArgs& args, cudaStream_t stream) {
   p.ring_blocks = sizes.ring_blocks;
   p.act_blocks = sizes.act_blocks;
   const int ctas = sizes.num_sms / 2 * 2;
-  p.comm_ctas = args.comm_sms > 0 ? args.comm_sms : default_comm_ctas(problem, ctas);
-  if (p.comm_ctas % 2 != 0 || p.comm_ctas >= ctas)
-    return fail(MOK_ERR_ARGUMENT, "comm_sms: got %d, need an even number below num_sms = %d", p.comm_ctas, ctas);
+  if (const int status = comm_ctas(args.comm_sms, ctas, &p.comm_ctas); status != MOK_OK) return status;
   p.act_limit = args.act_limit;
   p.layer = args.layer;
   p.timeout_ns = args.workspace.timeout_ns;

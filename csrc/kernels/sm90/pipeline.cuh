@@ -21,13 +21,18 @@ constexpr int kTileSlots = 8;   // the scheduler is at most 5 tiles ahead of the
 constexpr int kClaimAhead = 8;  // k-steps before a tile's last load at which the next ticket is claimed
 constexpr int kNoMoreTiles = -1;
 
+// Warps that move rows while others compute: warp 2 of every CTA, and warp 3 of the second CTA of a cluster. As many loads in flight as
+// their registers hold: 12 KiB a cluster.
+constexpr int kPullersOfCluster = 3, kPullAhead = 8;
+__device__ __forceinline__ int puller_of_cluster(int warp, int cta) { return warp == 2 ? cta : warp == 3 && cta == 1 ? 2 : -1; }
+
 struct TileInfo {
   int phase;   // kNoMoreTiles, or what the kernel calls its GEMMs
   int n;       // column tile, or the number of a tile inside its GEMM
   int block;   // first row block
   int expert;
   int rows;    // valid rows
-  int batch, segment;  // backward only
+  int batch, segment;  // backward only; segment: the tile's number in the weight gradients, and whether it is its expert's first and last
 };
 
 struct Smem {
@@ -38,13 +43,11 @@ struct Smem {
   uint64_t tile_full[kTileSlots];
   uint64_t filled[kStages];  // by a warpgroup's output, for the store warp
   uint64_t staging_full[2], claim;  // by warpgroup
-  uint64_t pull_barriers[kPullBarrierBytes / 8];
   uint32_t staging_released;  // uses of the staging buffer that the store warp has read
   uint32_t tiles_seen;        // tiles that the store warp has read the description of
 };
 static_assert(sizeof(Smem) <= 232448, "shared memory of an SM");
 static_assert(kStagingBytes <= kStageBytes);
-static_assert(kPullBytes <= kStages * kStageBytes);
 
 __device__ __forceinline__ void init_barriers(Smem& s) {
   for (int i = 0; i < kStages; ++i) {
@@ -55,7 +58,6 @@ __device__ __forceinline__ void init_barriers(Smem& s) {
   for (int i = 0; i < kTileSlots; ++i) ptx::mbarrier_init(ptx::smem(&s.tile_full[i]), 1);
   for (uint64_t& barrier : s.staging_full) ptx::mbarrier_init(ptx::smem(&barrier), 128);
   ptx::mbarrier_init(ptx::smem(&s.claim), 1);
-  for (uint64_t& barrier : s.pull_barriers) ptx::mbarrier_init(ptx::smem(&barrier), 1);
   s.staging_released = s.tiles_seen = 0;
   ptx::fence_mbarrier_init_cluster();
 }
@@ -150,6 +152,9 @@ __device__ __forceinline__ void multiply(float (&d)[128], Smem& s, StageCursor& 
                                          const StageRelease& release) {
   constexpr int kAStep = kAIsMn ? 128 : 2, kBStep = kBIsMn ? 128 : 2;
   int previous = 0;
+  // Nothing of the tile before lives on in these registers: epilogues move them, and the compiler would serialise the MMAs (C7520).
+#pragma unroll
+  for (float& x : d) x = 0.f;
   for (int k = 0; k < steps; ++k) {
     ptx::mbarrier_wait(ptx::smem(&s.full[at.stage]), at.parity);
     const uint32_t stage = ptx::smem(s.stages[at.stage]);
@@ -157,7 +162,7 @@ __device__ __forceinline__ void multiply(float (&d)[128], Smem& s, StageCursor& 
     const uint64_t b = kBIsMn ? descriptor_mn(stage + kABytes) : descriptor(stage + kABytes);
     mma_fence();
 #pragma unroll
-    for (int kk = 0; kk < kTileK / 16; ++kk) mma_m64n256k16<kAIsMn, kBIsMn>(d, a + kk * kAStep, b + kk * kBStep, k + kk > 0);
+    for (int kk = 0; kk < kTileK / 16; ++kk) mma_m64n256k16<kAIsMn, kBIsMn>(d, a + kk * kAStep, b + kk * kBStep);
     mma_commit();
     if (k > 0) {
       mma_wait<1>();
@@ -300,29 +305,46 @@ __device__ __forceinline__ uint32_t image_offset(int column) {
   return (at >> 3) * kBoxBytes + row * 128 + (((at & 7) ^ (row & 7)) << 4);
 }
 
+// Where h of one row lies, its lane's vectors of 16 bytes: eight a tile of 128 columns of I, in the order gate, gate, up, up of the first
+// 64 columns, then of the others, so that the backward can overwrite 64 columns of h by those of its gradient.
+__device__ __forceinline__ int h_vector(int v) { return (v & 1) | (v & 2) << 1 | (v & 4) >> 1; }
+
 // ---- reduction of the slots: out[t] = sum over k ascending, fp32, one rounding ----
+
+// Which of a token's up to 32 routes exist.
+__device__ __forceinline__ uint32_t routes_of(const int* ids, int top_k, int experts) {
+  uint32_t routes = 0;
+  for (int k = 0; k < top_k; ++k) routes |= uint32_t(uint32_t(__ldg(ids + k)) < uint32_t(experts)) << k;
+  return routes;
+}
+
 __device__ __forceinline__ void reduce_slots(const char* slots, const int* ids, char* out, int64_t tokens, int top_k, int hidden,
                                              int experts) {
-  const uint32_t vectors = hidden / 8;  // of 16 bytes a row
-  const int64_t count = tokens * vectors;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += int64_t(gridDim.x) * kThreads) {
-    const int64_t token = i / vectors;
-    const int64_t column = i - token * vectors;
-    const int* token_ids = ids + token * top_k;
+  const int vectors = hidden / 8;  // of 16 bytes a row
+  const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  const int stride = gridDim.x * kThreads;
+  const int token_step = stride / vectors, column_step = stride % vectors;
+  int64_t token = first / vectors;
+  int column = int(first % vectors);
+  uint32_t routes = token < tokens ? routes_of(ids + token * top_k, top_k, experts) : 0;
+  while (token < tokens) {
     const uint4* from = reinterpret_cast<const uint4*>(slots) + token * top_k * vectors + column;
+    uint4* to = reinterpret_cast<uint4*>(out) + token * vectors + column;
+    column += column_step;
+    token += token_step + (column >= vectors);
+    column -= column >= vectors ? vectors : 0;
+    uint32_t next = 0;  // its routes come while the slots do
     float sum[8] = {};
     constexpr int kAhead = 8;  // loads in flight a thread; with 4 the reduction runs at half of the memory's rate
     for (int k = 0; k < top_k; k += kAhead) {
       uint4 v[kAhead];
-      bool has[kAhead];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a)
+        if (routes >> (k + a) & 1) v[a] = __ldcg(from + int64_t(k + a) * vectors);
+      if (k == 0 && token < tokens) next = routes_of(ids + token * top_k, top_k, experts);
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
-        has[a] = k + a < top_k && uint32_t(__ldg(token_ids + k + a)) < uint32_t(experts);
-        if (has[a]) v[a] = __ldcg(from + int64_t(k + a) * vectors);
-      }
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        if (!has[a]) continue;
+        if (!(routes >> (k + a) & 1)) continue;
         const uint32_t w[4] = {v[a].x, v[a].y, v[a].z, v[a].w};
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
@@ -332,8 +354,8 @@ __device__ __forceinline__ void reduce_slots(const char* slots, const int* ids, 
         }
       }
     }
-    reinterpret_cast<uint4*>(out)[i] =
-        make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
+    *to = make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
+    routes = next;
   }
 }
 
@@ -341,9 +363,14 @@ __device__ __forceinline__ void reduce_slots(const char* slots, const int* ids, 
 __device__ __forceinline__ bool finish_call(const WaitContext& wait, uint32_t* finished, uint64_t expected) {
   arrive_and_tell_peers(wait, finished, &Flags::done, expected);
   bool ok = true;
-  if (int(threadIdx.x) < wait.ranks)
+  uint64_t start = 0;
+  if (int(threadIdx.x) < wait.ranks) {
+    start = start_of_wait(wait, MOK_PHASE_COMBINE, wait.flags->done, expected);
     ok = wait_stamp(wait, MOK_PHASE_COMBINE, &wait.flags->done[threadIdx.x], threadIdx.x, expected);
-  return __syncthreads_and(ok && !workspace_dead(wait));
+  }
+  ok = __syncthreads_and(ok && !workspace_dead(wait));
+  end_of_wait(wait, start);
+  return ok;
 }
 
 }  // namespace mok::sm90
