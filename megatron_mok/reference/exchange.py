@@ -88,6 +88,18 @@ class Route:
     slot: Tensor
 
 
+@dataclass
+class _Wait:
+    """Waits that end at `end` together. peer: of which rank the last word is due, None where of all."""
+
+    end: float
+    peer: int | None = None
+
+    def __call__(self, work: Any, peer: int | None = None) -> None:
+        self.peer = peer
+        work.wait(timedelta(seconds=max(self.end - time.monotonic(), 0.001)))
+
+
 class Exchange:
     """One rank's end. `layer` may be set before a forward call, for the words and the error texts.
 
@@ -245,8 +257,11 @@ class Exchange:
             return [Word.from_integers(row) for row in every.tolist()]
         seen = {r: torch.empty_like(mine) for r in self._peers}
         with self._bounded("publication", str(word)) as wait:
-            receiving = {r: dist.irecv(seen[r], group=self.group, group_src=r, tag=_TAG) for r in self._peers}
-            sending = {r: dist.isend(mine, group=self.group, group_dst=r, tag=_TAG) for r in self._peers}
+            receiving, sending = {}, {}
+            for r in self._peers:  # gloo may know already here that a peer has gone
+                wait.peer = r
+                receiving[r] = dist.irecv(seen[r], group=self.group, group_src=r, tag=_TAG)
+                sending[r] = dist.isend(mine, group=self.group, group_dst=r, tag=_TAG)
             for works in (receiving, sending):
                 for peer, work in works.items():
                     wait(work, peer)
@@ -262,20 +277,14 @@ class Exchange:
         return out.to(values.device)
 
     @contextmanager
-    def _bounded(self, phase: str, expected: object = "data") -> Iterator[Any]:
+    def _bounded(self, phase: str, expected: object = "data") -> Iterator[_Wait]:
         """Gives wait(work, peer): all waits together get the time limit; failures become this package's."""
         limit = self.timeout_s if self._forwards > 1 else self.first_timeout_s
-        end = time.monotonic() + limit
-        peer: int | None = None
-
-        def wait(work: Any, of: int | None = None) -> None:
-            nonlocal peer
-            peer = of
-            work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
-
+        wait = _Wait(time.monotonic() + limit)
         try:
             yield wait
         except RuntimeError as error:
+            peer = wait.peer
             if "timed out" in str(error).lower():
                 late = PeerTimeout(
                     rank=self.rank,
