@@ -204,7 +204,7 @@ def test_figures_of_four_ranks(results):
     every = [found(results, "ep4, figures", rank) for rank in range(RANKS)]
     check_figures(every[0], ["1", "2"])
     assert all(one == every[0] for one in every)
-    assert all(step["mok/peer-wait-ms"] > 0 for step in every[0].values()), "ranks that share a GPU take turns"
+    assert all(step["mok/peer-wait-ms"] > 0 for step in every[0].values()), "ranks on one GPU take turns"
 
 
 @pytest.mark.parametrize("name", ["ep4", "ep2"])
