@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from megatron.core import full_cuda_graph, tensor_parallel  # noqa: E402  isort:
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader  # noqa: E402  isort: skip
 from megatron.core.transformer import cuda_graphs  # noqa: E402  isort: skip
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # noqa: E402  isort: skip
+from megatron.core.transformer.transformer_layer import MoETransformerLayer  # noqa: E402  isort: skip
 from megatron_mok import runtime  # noqa: E402  isort: skip
 
 STEPS, WARM_UP, MICRO_BATCHES = (12 if GPU else 4), 2, 2
@@ -151,9 +152,32 @@ def captured_with_main_grad() -> dict[str, Any]:
 # --- models
 
 
-def train(dispatcher: str = "mok", **graphs: Any) -> dict[str, Any]:
+@contextlib.contextmanager
+def moe_transformer_layers() -> Iterator[None]:
+    """The GPT specs with MoETransformerLayer, as in Megatron's hybrid models, where a layer has experts.
+
+    Only that class can capture parts of a MoE layer with the local implementation; in the TransformerLayer of
+    the GPT specs moe_router captures nothing.
+    """
+    stock = model.get_gpt_decoder_block_spec
+
+    def with_moe_layers(config: Any, **options: Any) -> Any:
+        block = stock(config, **options)
+        for has_experts, layer in zip(config.moe_layer_freq, block.layer_specs, strict=True):
+            if has_experts:
+                layer.module = MoETransformerLayer
+        return block
+
+    model.get_gpt_decoder_block_spec = with_moe_layers
+    try:
+        yield
+    finally:
+        model.get_gpt_decoder_block_spec = stock
+
+
+def train(dispatcher: str = "mok", moe_layers: bool = False, **graphs: Any) -> dict[str, Any]:
     """{losses, norms, weights: hash of the trained parameters, graphs: pairs captured}; STEPS of Megatron's
-    training step with other data, and so other routes, in each.
+    training step with other data, and so other routes, in each. `moe_layers`: with moe_transformer_layers.
     """
     ranks.configure()
     # Megatron keeps the first random number tracker: its own that can be captured.
@@ -163,7 +187,8 @@ def train(dispatcher: str = "mok", **graphs: Any) -> dict[str, Any]:
         graphs["cuda_graph_warmup_steps"] = WARM_UP
     # As megatron.training: autograd's nodes of the parameters must belong to the stream of the capture.
     with torch.cuda.stream(full_cuda_graph.get_shared_capture_stream()) if full else contextlib.nullcontext():
-        made = ranks.trainer(dispatcher, MICRO_BATCHES, **graphs)
+        with moe_transformer_layers() if moe_layers else contextlib.nullcontext():
+            made = ranks.trainer(dispatcher, MICRO_BATCHES, **graphs)
     torch.cuda.synchronize()
     if full:
         made.run = FullCudaGraphWrapper(made.run, cuda_graph_warmup_steps=WARM_UP if GPU else STEPS)
@@ -206,6 +231,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     }
     made |= {name: partial(train, **graphs) for name, graphs in GRAPHS.items()}
     made["moe_router, alltoall"] = partial(train, "alltoall", **GRAPHS["moe_router"])
+    made["moe_router, MoE layers"] = partial(train, moe_layers=True, **GRAPHS["moe_router"])
     return made
 
 
