@@ -92,7 +92,6 @@ __device__ void publish(const Context& c, uint64_t call) {
       reinterpret_cast<float*>(region + g.symmetric.probs)[mine + i] = p;
     }
   }
-  ptx::fence_proxy_async_global();  // peers read x_src by bulk copies
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0)

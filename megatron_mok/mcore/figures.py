@@ -56,7 +56,8 @@ def after_step(
         mok/rows-recomputed  rows of a call beyond save_capacity, in whole groups of 8, mean over them
         mok/workspace-bytes  symmetric memory of the open workspaces, of the rank with the most
         mok/peer-wait-ms     that the kernels of a rank waited for other ranks, mean over the ranks
-        mok/peer-wait-ms-max of the rank that waited longest; both without the reference back end
+        mok/peer-wait-ms-max of the rank that waited longest; both without the reference back end. Too low in
+                             a step that makes a workspace anew
     """
     global _recording, _travelling, _waited
     if _travelling is not None and (writer is not None or wandb_writer is not None):

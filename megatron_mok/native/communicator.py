@@ -159,8 +159,10 @@ class Communicator:
         """int64 [1] on the device: nanoseconds that this rank has waited for peers, over all calls so far.
 
         In the current stream's order, without a host synchronisation. CTA 0 takes the times, each from this
-        rank's own publication or completion to the last peer's.
+        rank's own publication or completion to the last peer's. ValueError after close().
         """
+        if not self._record:
+            raise ValueError("waited_ns: got a closed communicator, need an open one")
         layout = self._problem(self.size, 128)[1]
         word = _DeviceWord(self.regions[self.rank] + layout.off_waited_ns)
         return torch.as_tensor(word, device=self.device).clone()

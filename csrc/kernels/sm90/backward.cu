@@ -118,7 +118,6 @@ struct Kernel {
             if (i + j * threads < vectors) to[side][i + j * threads] = v[j];
         }
       }
-      ptx::fence_proxy_async_global();  // peers read both by bulk copies
     }
     __syncthreads();
     arrive_and_tell_peers(wait, &wait.control->backward_arrived, &Flags::published, expected);
@@ -129,7 +128,6 @@ struct Kernel {
     }
     __syncthreads();
     end_of_wait(wait, start);
-    ptx::fence_proxy_async_global();
   }
 
   // ---- dispatch ----
@@ -767,6 +765,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) backwar
   }
   kernel.publish(expected);
   kernel.pull_head();
+  __syncwarp();
   // The barriers of both CTAs exist before anyone multicasts.
   ptx::cluster_arrive();
   ptx::cluster_wait();

@@ -326,6 +326,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) forward
   }
   __syncthreads();
   kernel.pull_head();
+  __syncwarp();
   // The barriers of both CTAs exist before anyone multicasts.
   ptx::cluster_arrive();
   ptx::cluster_wait();
