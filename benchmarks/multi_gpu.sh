@@ -18,6 +18,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${PYTHON:=python3}" "${DRY:=}" "${GPUS:=}" "${COMMIT:=$(git rev-parse HEAD 2>/dev/null || true)}"
 : "${RESULTS:=benchmarks/results}" "${REPORTS:=benchmarks/reports}" "${RUNS:=runs}"
 TOTAL_S=490 GRACE_S=40 # torchrun gives its workers 30 s to end
+. benchmarks/parts.sh
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 
@@ -44,30 +45,6 @@ fi
 train+=(--nproc-per-node "$GPUS")
 mkdir -p "$RESULTS" "$REPORTS" "$RUNS"
 read -ra shapes <<<"$SHAPES"
-outcomes=() status=0
-
-note() { # PART OUTCOME SECONDS
-    outcomes+=("$1" "$2" "$3")
-    echo "== $1: $2, $3 s"
-}
-
-run() { # PART SECONDS COMMAND...: in that time, and in what is left of all
-    local part=$1 limit=$2 left=$((TOTAL_S - SECONDS)) began=$SECONDS outcome=done
-    shift 2
-    [ "$left" -ge "$limit" ] || limit=$left
-    echo "== $part"
-    if [ "$limit" -lt 5 ]; then
-        outcome="NOT RUN: no time left"
-    else
-        timeout --kill-after="$GRACE_S" "$limit" "$@"
-        local code=$?
-        [ "$code" = 0 ] || outcome="FAILED: exit code $code"
-        [ "$code" != 124 ] || outcome="LATE: stopped after $limit s"
-    fi
-    [ "$outcome" = done ] || status=1
-    note "$part" "$outcome" $((SECONDS - began))
-}
-
 torchrun=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node)
 bench=(-m megatron_mok.bench.distributed --commit "$COMMIT")
 ab=("$PYTHON" -m megatron_mok.cli ab --steps "$STEPS" --no-repeat)
