@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 # ptxas calls these "info": a WGMMA that waits for each predecessor costs most of the tensor cores' rate.
-SERIALISED_WGMMA = re.compile(r"\(C75(09|10)\)")
+SERIALISED_WGMMA = re.compile(r"\(C75\d\d\).*wgmma.*serialized|\(C75(09|10)\)")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 LIMITS = ("registers", "spill_bytes", "shared_bytes")
 
@@ -37,7 +37,7 @@ def compile_and_keep(command: list[str]) -> int:
     serialised = [line for line in done.stdout.splitlines() if SERIALISED_WGMMA.search(line)]
     if done.returncode == 0 and serialised:
         print(
-            "error: ptxas serialises WGMMAs (C7509/C7510): look for a call or a printf between them",
+            "error: ptxas serialises WGMMAs: look for a call or a printf between them, or accumulators that are moved (C7520)",
             flush=True,
         )
         print("\n".join(serialised), flush=True)

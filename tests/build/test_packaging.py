@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,7 +115,11 @@ def build_info() -> dict:
 
 
 def test_library_loads_without_a_gpu_and_names_its_archs(build_info):
-    assert build_info["archs"] and set(build_info["archs"]) <= {"90a", "100a", "103a"}
+    """All three, or those that the build was asked for (MOK_ARCHS)."""
+    cache = ROOT / "build" / "cmake" / "CMakeCache.txt"
+    asked = re.search(r"^MOK_ARCHS:STRING=(.*)$", cache.read_text() if cache.exists() else "", re.MULTILINE)
+    assert build_info["archs"] == re.split("[ ,;]+", asked[1] if asked else "90a;100a;103a")
+    assert "set(MOK_KNOWN_ARCHS 90a 100a 103a)" in (ROOT / "CMakeLists.txt").read_text(), "the default"
 
 
 def test_library_needs_no_cuda_or_torch_library(build_info):
@@ -136,7 +141,7 @@ def test_library_exports_the_c_abi_alone(build_info):
 
 
 def test_library_holds_every_arch_and_wgmma(build_info):
-    """Each arch named has machine code, and the sm_90a code multiplies with WGMMA (HGMMA in SASS)."""
+    """Each arch named has machine code; every main kernel of sm_90a has WGMMAs (HGMMA in SASS)."""
     cuobjdump = shutil.which("cuobjdump") or triton_tool("cuobjdump")
     environment = dict(os.environ, PATH=f"{Path(cuobjdump).parent}:{os.environ['PATH']}")
 
@@ -150,7 +155,10 @@ def test_library_holds_every_arch_and_wgmma(build_info):
     for arch in build_info["archs"]:
         assert f"sm_{arch}" in listed
     if "90a" in build_info["archs"]:
-        assert "HGMMA" in dump("-sass", "-arch", "sm_90a")
+        functions = dump("-sass", "-arch", "sm_90a").split("Function : ")[1:]
+        kernels = {name: "HGMMA" in code for name, _, code in (f.partition("\n") for f in functions)}
+        main = {name: has for name, has in kernels.items() if "ward_kernel" in name}
+        assert len(main) == 4 and all(main.values()), main  # forward and backward, two activations
 
 
 def triton_tool(name: str) -> str:
@@ -170,6 +178,17 @@ def test_host_tests(tmp_path):
         text=True, capture_output=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
+def test_decode_cases(tmp_path):
+    """Tickets of the backward, segments and places of rows, 100,000 random cases each."""
+    program = tmp_path / "decode_cases"
+    sources = [ROOT / "tests" / "build" / "decode_cases.cc", ROOT / "csrc" / "tests" / "main.cc"]
+    flags = ["-std=c++20", "-O2", f"-I{ROOT}/csrc", f"-I{ROOT}/csrc/include"]
+    subprocess.run(["c++", *flags, *sources, "-o", program], check=True, timeout=120)
+    done = subprocess.run([program], text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0 and "0 failed" in done.stdout, done.stdout
 
 
 def test_abi_version_is_the_one_of_the_header(build_info):

@@ -74,7 +74,7 @@ def test_compilation_keeps_the_log_and_hides_it(tmp_path, capsys):
     assert "warning: unused" in shown and "registers" not in shown
 
 
-@pytest.mark.parametrize("code", ["C7509", "C7510"])
+@pytest.mark.parametrize("code", ["C7509", "C7510", "C7520"])
 def test_serialised_wgmma_fails_the_build(tmp_path, capsys, code):
     line = f"ptxas info    : ({code}) Potential Performance Loss: wgmma.mma_async instructions are serialized"
     assert ptxas_report.compile_and_keep(fake_compiler(tmp_path, line)) == 1

@@ -166,7 +166,7 @@ def test_B28_bad_tokens_leave_others_alone(ranks, device):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_B40_the_same_call_gives_the_same_bits(ranks, device):
-    """Thirty times, while another stream keeps the GPU busy."""
+    """Ten times, while another stream keeps the GPU busy."""
     case = Case((700,) * ranks, 4, 8, 1024, 512)
     layer = Layer.make(case, device)
     busy = torch.cuda.Stream()

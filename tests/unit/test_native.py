@@ -80,6 +80,35 @@ def test_unusable_library_is_an_error_that_names_it(fresh_loader, tmp_path, case
         native.load()
 
 
+@pytest.mark.skipif(CC is None, reason="no C compiler")
+@pytest.mark.parametrize(
+    ("status", "raised"),
+    [
+        (structs.Status.ABI, errors.LibraryMissing),
+        (structs.Status.ARGUMENT, ValueError),
+        (structs.Status.DEVICE, errors.UnsupportedDevice),
+        (structs.Status.CUDA, RuntimeError),
+        (structs.Status.NOT_COMPILED, errors.LibraryMissing),
+    ],
+)
+def test_a_status_is_an_error_with_the_library_s_text(fresh_loader, tmp_path, status, raised):
+    """DEVICE and NOT_COMPILED are what a GPU without kernels gets."""
+    silent = [
+        n for n in structs.FUNCTIONS if n not in ("mok_build_info", "mok_last_error", "mok_load_kernels")
+    ]
+    code = "".join(f"int {n}(void) {{ return 0; }}\n" for n in silent)
+    code += f'const char* mok_build_info(void) {{ return "{{\\"abi\\": {structs.ABI_VERSION}}}"; }}\n'
+    code += 'const char* mok_last_error(void) { return "sm_100a: not supported yet"; }\n'
+    code += f"int mok_load_kernels(void) {{ return {int(status)}; }}\n"
+    (tmp_path / "other.c").write_text(code)
+    path = tmp_path / "libother.so"
+    subprocess.run([CC, "-shared", "-fPIC", tmp_path / "other.c", "-o", path], check=True)
+    fresh_loader.setenv("MOK_LIBRARY", str(path))
+    with pytest.raises(raised, match="mok_load_kernels: sm_100a: not supported yet") as caught:
+        library.call("mok_load_kernels", 0)
+    assert type(caught.value) is raised
+
+
 def fragments(h):
     """h [S, 2I] in the order that the header of unpack_h describes, written as a plain loop."""
     rows, columns = h.shape
