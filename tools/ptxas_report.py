@@ -37,7 +37,8 @@ def compile_and_keep(command: list[str]) -> int:
     serialised = [line for line in done.stdout.splitlines() if SERIALISED_WGMMA.search(line)]
     if done.returncode == 0 and serialised:
         print(
-            "error: ptxas serialises WGMMAs: look for a call or a printf between them, or accumulators that are moved (C7520)",
+            "error: ptxas serialises WGMMAs: look for a call or a printf between them, or for accumulators "
+            "that are moved (C7520)",
             flush=True,
         )
         print("\n".join(serialised), flush=True)

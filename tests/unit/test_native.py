@@ -93,10 +93,8 @@ def test_unusable_library_is_an_error_that_names_it(fresh_loader, tmp_path, case
 )
 def test_a_status_is_an_error_with_the_library_s_text(fresh_loader, tmp_path, status, raised):
     """DEVICE and NOT_COMPILED are what a GPU without kernels gets."""
-    silent = [
-        n for n in structs.FUNCTIONS if n not in ("mok_build_info", "mok_last_error", "mok_load_kernels")
-    ]
-    code = "".join(f"int {n}(void) {{ return 0; }}\n" for n in silent)
+    spoken = ("mok_build_info", "mok_last_error", "mok_load_kernels")
+    code = "".join(f"int {n}(void) {{ return 0; }}\n" for n in structs.FUNCTIONS if n not in spoken)
     code += f'const char* mok_build_info(void) {{ return "{{\\"abi\\": {structs.ABI_VERSION}}}"; }}\n'
     code += 'const char* mok_last_error(void) { return "sm_100a: not supported yet"; }\n'
     code += f"int mok_load_kernels(void) {{ return {int(status)}; }}\n"
