@@ -5,15 +5,11 @@ and replayed with other tokens and other routes, and everything must have the bi
 """
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gpu.programs import found, results_of
+
 LIMIT_S = 150
 
 pytestmark = [
@@ -25,32 +21,9 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("graphs")
-    file, log = folder / "results.json", folder / "log"
-    environment = os.environ | {
-        "TORCHDYNAMO_DISABLE": "1",  # compiling Megatron's small functions takes longer than all cases
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # repeatable
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }
-    with log.open("w") as out:
-        try:
-            subprocess.run(
-                [sys.executable, "-m", "tests.gpu.megatron_graphs", file],
-                cwd=ROOT,
-                env=environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                timeout=LIMIT_S,
-            )
-        except subprocess.TimeoutExpired:
-            pass  # the cases that were reached still count
-    assert file.exists(), f"no case ended:\n{log.read_text()[-3000:]}"
-    return json.loads(file.read_text())
-
-
-def found(results: dict, name: str):
-    result = results.get(name, "not reached: the process ended before")
-    assert not isinstance(result, str), f"{name}: {result}"
-    return result
+    return results_of(
+        "tests.gpu.megatron_graphs", folder, LIMIT_S, CUBLAS_WORKSPACE_CONFIG=":4096:8"
+    )  # repeatable
 
 
 @pytest.mark.parametrize("name", ["callables", "main_grad"])

@@ -4,15 +4,11 @@ One process (megatron_te) runs every case; the tests below look at what it left.
 """
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gpu.programs import found, results_of
+
 LIMIT_S = 150
 # bf16 trainings that add in another order: loss and relative gradient norm over the steps of a case.
 LOSS, NORM = 6e-3, 4e-2
@@ -37,32 +33,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("te")
-    file, log = folder / "results.json", folder / "log"
-    environment = os.environ | {
-        "TORCHDYNAMO_DISABLE": "1",  # compiling small functions takes longer than all cases
-        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }
-    with log.open("w") as out:
-        try:
-            subprocess.run(
-                [sys.executable, "-m", "tests.gpu.megatron_te", file],
-                cwd=ROOT,
-                env=environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                timeout=LIMIT_S,
-            )
-        except subprocess.TimeoutExpired:
-            pass  # the cases that were reached still count
-    assert file.exists(), f"no case ended:\n{log.read_text()[-3000:]}"
-    return json.loads(file.read_text())
-
-
-def found(results: dict, name: str):
-    result = results.get(name, "not reached: the process ended before")
-    assert not isinstance(result, str), f"{name}: {result}"
-    return result
+    return results_of("tests.gpu.megatron_te", folder, LIMIT_S, CUDA_DEVICE_MAX_CONNECTIONS="8")
 
 
 def close(results: dict, name: str, other: str) -> None:

@@ -95,7 +95,10 @@ def test_register_is_idempotent_and_undone() -> None:
 
 def test_late_registration_is_said() -> None:
     """Hybrid models' specs are made at import: who registers later is told."""
-    pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs")
+    pytest.importorskip(
+        "megatron.core.models.hybrid.hybrid_layer_specs",
+        reason="this Megatron-Core has no hybrid models' specs",
+    )
     with pytest.warns(UserWarning, match="hybrid"):
         megatron_mok.register()
     megatron_mok.unregister()

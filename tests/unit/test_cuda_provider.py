@@ -118,7 +118,9 @@ class Handle:
 @pytest.fixture
 def symmetric(monkeypatch):
     """torch's symmetric memory on the CPU; `rendezvous` may be replaced."""
-    module = pytest.importorskip("torch.distributed._symmetric_memory")
+    module = pytest.importorskip(
+        "torch.distributed._symmetric_memory", reason="this torch has no symmetric memory"
+    )
     for name in ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"):
         monkeypatch.setenv(name, "")
     fake = SimpleNamespace(
