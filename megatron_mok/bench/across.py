@@ -177,15 +177,19 @@ def _fused_a2a() -> Any:
     return importlib.import_module("megatron.core.transformer.moe.fused_a2a")
 
 
-class DeepEp(Torch):
-    """DeepEP as Megatron-Core's flex dispatcher uses it: a rank gets a token once and sorts by expert."""
-
-    name = "deepep"
-    notes = "Megatron-Core's fused_dispatch and fused_combine, sorting and grouped_mm as in alltoall"
+class Peer(Torch):
+    """What the peers share whose functions Megatron-Core has."""
 
     def __init__(self, inputs: Inputs):
         super().__init__(inputs)
         self.a2a = _fused_a2a()
+
+
+class DeepEp(Peer):
+    """DeepEP as Megatron-Core's flex dispatcher uses it: a rank gets a token once and sorts by expert."""
+
+    name = "deepep"
+    notes = "Megatron-Core's fused_dispatch and fused_combine, sorting and grouped_mm as in alltoall"
 
     def layer(self, x: Tensor, p: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         shape, K = self.inputs.shape, self.inputs.shape.K
@@ -204,7 +208,7 @@ class DeepEp(Torch):
         return self.a2a.fused_combine(self.combine(y, order // K, slot, valid), dist.group.WORLD, handle)[0]
 
 
-class HybridEp(Torch):
+class HybridEp(Peer):
     """HybridEP as Megatron-Core's flex dispatcher uses it: its kernels also sort the rows by expert."""
 
     name = "hybridep"
@@ -212,7 +216,6 @@ class HybridEp(Torch):
 
     def __init__(self, inputs: Inputs):
         super().__init__(inputs)
-        self.a2a = _fused_a2a()
         self.a2a.reset_hybrid_ep_buffer()  # one for the process, made for the sizes of its first call
 
     def layer(self, x: Tensor, p: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -231,7 +234,7 @@ class HybridEp(Torch):
         self.a2a.reset_hybrid_ep_buffer()
 
 
-PEERS: dict[str, type[Torch]] = {peer.name: peer for peer in (DeepEp, HybridEp)}
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (DeepEp, HybridEp)}
 # What each is imported from, and where that comes from.
 NEEDS = {
     "deepep": ("Buffer", "DeepEP (github.com/deepseek-ai/DeepEP)"),

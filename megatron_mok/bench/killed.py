@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_mok.bench import ab, training
 from megatron_mok.bench.baselines import MOK_FLAGS
 
@@ -133,13 +131,7 @@ def main(argv: list[str]) -> int:
     argv, tail = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     args = parser().parse_args(argv)
     try:
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if tail and not tail[0].startswith("-"):
-            command = tail
-        else:
-            data = training.prepare_text(Path("runs/data").absolute())
-            command = training.default_command(args.config, tail, gpus, data)
-        job = ab.Training.parse(command, gpus)
+        job = training.choose(args.config, tail)
         if job.here != job.ranks:
             raise ValueError(f"ranks on this host: got {job.here} of {job.ranks}, need all of them")
         like = json.loads(args.like.read_text())["b"]["losses"] if args.like else None

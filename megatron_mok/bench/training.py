@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from megatron_mok import env
-from megatron_mok.bench.ab import total_ranks
+from megatron_mok.bench.ab import Training, total_ranks
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DATA_TIMEOUT_S = 300.0
@@ -135,6 +135,19 @@ def default_command(config: str, words: list[str], gpus: int, data: Path) -> lis
     flags += ["--data-path", str(data), "--data-cache-path", str(_cache(data))]
     flags += ["--expert-model-parallel-size", str(ranks)]
     return [*launch, *flags, *model_flags(config), *rest]
+
+
+def choose(config: str, words: list[str]) -> Training:
+    """The training that a command line asks for; `words`: what stands after --, whole command or additions.
+
+    ValueError where there is none.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not words or words[0].startswith("-"):
+        words = default_command(config, words, gpus, prepare_text(Path("runs/data").absolute()))
+    return Training.parse(words, gpus)
 
 
 def environment(gpus: int, ranks: int) -> dict[str, str]:

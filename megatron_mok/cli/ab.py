@@ -41,18 +41,11 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def count_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 def run(argv: list[str]) -> int:
     argv, tail = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     args = parser().parse_args(argv)
     baseline = BASELINES[args.baseline]
     try:
-        gpus = count_gpus()
         impossible = baseline.missing() or (ab.matplotlib_missing() if args.plot else None)
         if impossible:
             raise ValueError(impossible)
@@ -60,12 +53,7 @@ def run(argv: list[str]) -> int:
             raise ValueError(
                 f"--steps: got {args.steps}, need at least 2: the first is left out of the medians"
             )
-        if tail and not tail[0].startswith("-"):
-            command = tail
-        else:
-            data = training.prepare_text(Path("runs/data").absolute())
-            command = training.default_command(args.config, tail, gpus, data)
-        job = ab.Training.parse(command, gpus)
+        job = training.choose(args.config, tail)
     except ValueError as e:
         print(f"mok ab: {e}", file=sys.stderr)
         return 2
@@ -77,7 +65,7 @@ def run(argv: list[str]) -> int:
             args.steps,
             folder=args.runs,
             timeout_s=args.timeout,
-            environment=training.environment(gpus, job.here),
+            environment=training.environment(job.gpus, job.here),
             repeat=args.repeat,
         )
     except ab.RunFailed as e:

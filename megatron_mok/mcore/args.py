@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -37,6 +40,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 assert set(_OPTIONS) == {f.name for f in fields(MokConfig)}
 
 
+_DISPATCHER = "--moe-token-dispatcher-type"
 _derived: int | None = None  # max_tokens that the last command line gave; the next one's takes its place
 
 
@@ -56,29 +60,36 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def configure_from(args: argparse.Namespace, unknown: Sequence[str] = ()) -> None:
+def configure_from(args: argparse.Namespace, words: Sequence[str], unknown: Sequence[str] = ()) -> None:
     """Judge the whole command line and make its `--mok-*` arguments the process's configuration.
 
     ConfigError with every offender: settings that mok refuses, knobs that cannot be used, do not exist or are
     given together with another dispatcher. With --yaml-cfg, where Megatron drops all arguments for those in
-    the file, the knobs count, and the dispatcher must stand in the file: what stands there is judged when the
-    TransformerConfig is made. `unknown` words that are not ours are the caller's to report.
+    the file, the knobs count, and the file's dispatcher does: where either is mok, one in `words`, the
+    command line, must be the same. The file's other settings are judged when the TransformerConfig is made.
+    `unknown` words that are not ours are the caller's to report.
     """
     knobs, yaml = given(args), getattr(args, "yaml_cfg", None)
-    chosen = args.moe_token_dispatcher_type == NAME
+    asked = chosen = args.moe_token_dispatcher_type
+    source = f"{_DISPATCHER} {NAME}"
+    if yaml is not None:
+        chosen = _dispatcher_in(yaml)
+        source = f"moe_token_dispatcher_type: {NAME} under language_model in {yaml}"
+        if _DISPATCHER not in {word.partition("=")[0] for word in words}:  # what args has is the default
+            asked = chosen
     found = [
         Problem(word, "no such argument", f"one of {', '.join(map(_flag, _OPTIONS))}", "correct its name")
         for word in unknown
         if word.startswith("--mok-")
     ]
-    if yaml is not None and chosen:
-        need = "it in the YAML file: with --yaml-cfg Megatron reads no other argument"
-        remedy = f"write moe_token_dispatcher_type: {NAME} under language_model in {yaml}; --mok-* stay here"
-        found.append(Problem("--moe-token-dispatcher-type", NAME, need, remedy))
-    if chosen or yaml is not None:
+    if asked != chosen and NAME in (asked, chosen):
+        need = f"what the YAML file says ({chosen}): with --yaml-cfg Megatron reads no other argument"
+        remedy = f"write {source}; --mok-* stay here" if asked == NAME else "leave it out or change the file"
+        found.append(Problem(_DISPATCHER, asked, need, remedy))
+    if NAME in (asked, chosen):
         found += _problems(lambda: configure(current(), **knobs))
     else:
-        need = f"--moe-token-dispatcher-type {NAME} (it is {args.moe_token_dispatcher_type})"
+        need = f"{source} (it is {chosen})"
         remedy = "drop the knob or change the dispatcher"
         found += [Problem(_flag(name), value, need, remedy) for name, value in knobs.items()]
     if yaml is None:
@@ -86,8 +97,19 @@ def configure_from(args: argparse.Namespace, unknown: Sequence[str] = ()) -> Non
     if found:
         raise ConfigError(found, where="arguments")
     global _derived
-    if chosen and current().max_tokens in (None, _derived) and (tokens := tokens_per_call(args)):
+    if yaml is not None or chosen != NAME or current().max_tokens not in (None, _derived):
+        return
+    if tokens := tokens_per_call(args):
         _derived = configure(max_tokens=tokens).max_tokens
+
+
+def _dispatcher_in(yaml: str) -> str | None:
+    """What the file of --yaml-cfg chooses; None where it says nothing. Megatron's own error if unreadable."""
+    from megatron.training.yaml_arguments import load_yaml
+
+    with contextlib.redirect_stdout(io.StringIO()):  # its warning, which follows when Megatron itself reads
+        model = getattr(load_yaml(yaml), "language_model", None)
+    return getattr(model, "moe_token_dispatcher_type", None)
 
 
 def _problems(judge: Callable[[], Any]) -> list[Problem]:
@@ -123,12 +145,13 @@ def wrap(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
         parser = add_arguments(add_megatron_arguments(parser))
         parse_known_args = parser.parse_known_args
 
-        def parse(*args: Any, **kwargs: Any) -> Any:
-            namespace, rest = parse_known_args(*args, **kwargs)
-            configure_from(namespace, rest)
+        def parse(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+            words = sys.argv[1:] if args is None else list(args)
+            namespace, rest = parse_known_args(words, namespace)
+            configure_from(namespace, words, rest)
             return namespace, rest
 
-        parser.parse_known_args = parse  # type: ignore[method-assign]
+        parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
         return parser
 
     return add_with_mok

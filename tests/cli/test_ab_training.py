@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mok import cli
-from megatron_mok.bench import training
+from megatron_mok.bench import killed, training
 from megatron_mok.cli import ab as command
 
 SMALL = ["--nproc-per-node", "2", "--seq-length", "64", "--global-batch-size", "2", "--num-layers", "2"]
@@ -74,6 +74,18 @@ def test_bad_command_lines(capsys, monkeypatch):
     assert exit_.value.code == 2
     monkeypatch.setattr(command.ab, "matplotlib_missing", lambda: "--plot: matplotlib is not installed")
     assert "matplotlib" in refused(["--baseline", "alltoall", "--plot", "x.png"], capsys)
+
+
+def test_the_training_is_the_users_command_or_the_built_in_one(monkeypatch, capsys):
+    assert training.choose("tiny", ["torchrun", "a.py", "--lr", "1"]).script == "a.py"
+    made = []
+    monkeypatch.setattr(training, "prepare_text", lambda folder: made.append(folder) or folder / "stdlib")
+    for words in ([], ["--nproc-per-node", "2", "--lr", "1"]):
+        job = training.choose("tiny", words)
+        assert job.script.endswith("examples/pretrain.py")
+    assert (job.ranks, job.args[-2:], len(made)) == (2, ("--lr", "1"), 2)
+    assert killed.main(["--", "torchrun", "--x"]) == 2
+    assert "bench.killed: training command: got 'torchrun --x', need torchrun" in capsys.readouterr().err
 
 
 def test_another_text_has_another_cache(tmp_path):

@@ -208,10 +208,50 @@ def test_knobs_count_with_a_yaml_file_B84(parse: Callable[..., Any], tmp_path: p
     assert megatron_mok.current().max_tokens is None, "the sizes stand in the file: the first call's counts"
     with pytest.raises(ConfigError, match="num_sms: got 3"):
         parse("--yaml-cfg", str(file), "--mok-num-sms", "3", dispatcher=None)
-    with pytest.raises(
-        ConfigError, match="moe_token_dispatcher_type: mok under language_model in .*model.yaml"
-    ):
-        parse("--yaml-cfg", str(file))
+    args = parse("--yaml-cfg", str(file), "--mok-save-capacity", "0.75")
+    assert args.language_model.moe_token_dispatcher_type == "mok", "twice the same is no contradiction"
+    assert (megatron_mok.current().save_capacity, megatron_mok.current().max_tokens) == (0.75, None)
+
+
+KNOB = ("--mok-save-capacity", "0.5")
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    "in_file, words, need",
+    [
+        ("alltoall", ("--moe-token-dispatcher-type", "mok", *KNOB),
+         r"type: got 'mok', need what .* says \(alltoall\).*mok under language_model in .*model.yaml"),
+        ("mok", ("--moe-token-dispatcher-type", "alltoall", *KNOB), r"type: got 'alltoall', need .* \(mok\)"),
+        ("mok", ("--moe-token-dispatcher-type=allgather",), r"type: got 'allgather', need .* \(mok\)"),
+        ("alltoall", KNOB, r"capacity: got 0.5, need .*model.yaml \(it is alltoall\)"),
+        ("flex", ("--moe-token-dispatcher-type", "alltoall", *KNOB), r"capacity: got 0.5, .* \(it is flex\)"),
+    ],
+)  # fmt: skip
+def test_a_yaml_file_that_contradicts_is_one_error_B85(
+    parse: Callable[..., Any], tmp_path: pathlib.Path, in_file: str, words: tuple[str, ...], need: str
+) -> None:
+    """Megatron itself takes the file's dispatcher and drops the command line's; allgather is its default."""
+    file = tmp_path / "model.yaml"
+    file.write_text(f"language_model:\n  moe_token_dispatcher_type: {in_file}\n")
+    with pytest.raises(ConfigError, match=need) as caught:
+        parse("--yaml-cfg", str(file), *words, dispatcher=None)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_yaml_file_of_other_dispatchers_is_megatrons_matter(
+    parse: Callable[..., Any], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "model.yaml"
+    file.write_text(
+        "disable_msc_deprecated: false\nenable_msc: false\n"
+        "language_model:\n  moe_token_dispatcher_type: alltoall\n"
+    )
+    args = parse("--yaml-cfg", str(file), dispatcher="flex")
+    assert args.language_model.moe_token_dispatcher_type == "alltoall"
+    assert capsys.readouterr().out.count("argparse arguments will be ignored") == 1, "it warns once, as ever"
+    with pytest.raises(FileNotFoundError, match=r"absent\.yaml"):
+        parse("--yaml-cfg", str(tmp_path / "absent.yaml"))
 
 
 def test_bad_value_lists_choices_B84(parse: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
