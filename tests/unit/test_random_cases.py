@@ -1,8 +1,9 @@
-"""The random cases that tests/gpu runs are what their seeds say, whatever GPU there is: checked without one."""
+"""The random cases that tests/gpu runs are what their seeds say; checked without a GPU."""
 
 import collections
 
 import torch
+
 from tests.gpu.world import WEIGHT_BYTES, backward_cases, forward_cases, route
 
 CPU = torch.device("cpu")
