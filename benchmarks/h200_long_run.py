@@ -56,6 +56,8 @@ FIRST, LATER = 0.02, 0.1
 
 def inside(file: Path, script: list[str]) -> None:
     """Run a training script as megatron_mok.launch does, with a reading of memory every EVERY steps."""
+    # Where it imports, Megatron takes its optimizer and norms, on the CPU too, where they do not run.
+    sys.modules["transformer_engine"] = None
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import training as loop
 

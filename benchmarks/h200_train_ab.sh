@@ -4,7 +4,8 @@
 #   te          alltoall with TEGroupedMLP in the transformer_engine implementation   h200-train-ab.json
 #   sequential  alltoall with SequentialMLP in the local implementation               h200-train-ab-sequential.json
 #   noise       alltoall with TEGroupedMLP once more, without fused permutation, which adds in another order: what its
-#               losses differ by from those of `te`                                   h200-train-ab-noise.json
+#               losses and gradient norms differ by from those of `te`, beside what mok's differ by from alltoall's
+#                                                                                     h200-train-ab-noise.json
 #   profile     where the GPU's time of steps 6 to 8 goes, both sides of `te` by themselves: milliseconds by group, the
 #               MoE layers' share, host waits inside them, idle time              h200-profile.json
 #
@@ -55,7 +56,7 @@ for part in $PARTS; do
     noise)
         metrics=$RUNS/noise.jsonl
         rm -f "$metrics"
-        PYTHONPATH=examples/without_apex:$PYTHONPATH timeout "$TIMEOUT" "${train[@]}" -m megatron_mok.launch \
+        PYTHONPATH=examples/without_apex:$PYTHONPATH timeout --foreground "$TIMEOUT" "${train[@]}" -m megatron_mok.launch \
             "${flags[@]}" "${te[@]}" --moe-token-dispatcher-type alltoall --train-iters "$STEPS" \
             --log-interval 1 --metrics-file "$metrics" >"$RUNS/noise.log" 2>&1 || { tail -30 "$RUNS/noise.log"; exit 1; }
         "$PYTHON" - "$metrics" "$RESULTS" <<'PYTHON'
@@ -68,23 +69,28 @@ pair = json.loads((folder / "h200-train-ab.json").read_text())
 other = {"losses": [row["loss"] for row in rows], "grad_norms": [row["grad_norm"] for row in rows]}
 
 
-def differences(side):
-    losses = zip(side["losses"], other["losses"], strict=True)
-    norms = zip(side["grad_norms"], other["grad_norms"], strict=True)
+def differences(x, y):
+    losses = zip(x["losses"], y["losses"], strict=True)
+    norms = zip(x["grad_norms"], y["grad_norms"], strict=True)
     return {
-        "max_abs_loss_diff": max(abs(x - y) for x, y in losses),
-        "max_relative_grad_norm_diff": max(abs(x - y) / y for x, y in norms),
+        "max_abs_loss_diff": max(abs(a - b) for a, b in losses),
+        "max_relative_grad_norm_diff": max(abs(a - b) / b for a, b in norms),
     }
 
 
-result = other | {"from_alltoall": differences(pair["a"]), "from_mok": differences(pair["b"])}
-(folder / "h200-train-ab-noise.json").write_text(json.dumps(result, indent=1) + "\n")
-print("alltoall in another order, from alltoall:", result["from_alltoall"], "from mok:", result["from_mok"])
+found = {
+    "from_alltoall": differences(pair["a"], other),
+    "from_mok": differences(pair["b"], other),
+    "mok_from_alltoall": differences(pair["b"], pair["a"]),
+}
+(folder / "h200-train-ab-noise.json").write_text(json.dumps(other | found, indent=1) + "\n")
+print("alltoall in another order, from alltoall:", found["from_alltoall"], "from mok:", found["from_mok"])
+print("mok from alltoall:", found["mok_from_alltoall"])
 PYTHON
         ;;
     profile)
         for dispatcher in alltoall mok; do
-            PYTHONPATH=examples/without_apex:$PYTHONPATH timeout "$TIMEOUT" "${train[@]}" \
+            PYTHONPATH=examples/without_apex:$PYTHONPATH timeout --foreground "$TIMEOUT" "${train[@]}" \
                 -m megatron_mok.bench.profile "$RUNS/profile-$dispatcher.json" 6 8 "${flags[@]}" "${te[@]}" \
                 --moe-permute-fusion --moe-token-dispatcher-type "$dispatcher" --train-iters 9 --log-interval 1 \
                 >"$RUNS/profile-$dispatcher.log" 2>&1 || { tail -30 "$RUNS/profile-$dispatcher.log"; exit 1; }

@@ -66,12 +66,12 @@ for part in $PARTS; do
         run bandwidth 40 "${torchrun[@]}" "$GPUS" "${bench[@]}" \
             --bandwidth "${bandwidth[@]}" --json "$RESULTS/$name-bandwidth.json" ;;
     train)
-        run train 100 "${ab[@]}" --baseline alltoall --json "$RESULTS/$name-train-ab.json" \
+        run train 200 "${ab[@]}" --baseline alltoall --json "$RESULTS/$name-train-ab.json" \
             --runs "$RUNS/$name" "${train[@]}" ;;
     killed)
         like=() ab_json=$RESULTS/$name-train-ab.json
         [[ " $PARTS " != *" train "* ]] || [ ! -f "$ab_json" ] || like=(--like "$ab_json")
-        run killed 45 "$PYTHON" -m megatron_mok.bench.killed --steps "$STEPS" --at $((STEPS / 2)) "${like[@]}" \
+        run killed 100 "$PYTHON" -m megatron_mok.bench.killed --steps "$STEPS" --at $((STEPS / 2)) "${like[@]}" \
             --json "$RESULTS/$name-killed.json" --runs "$RUNS/$name" "${train[@]}" ;;
     peers)
         for peer in deepep hybridep; do

@@ -20,7 +20,13 @@ export PYTHON RESULTS REPORTS COMMIT
 mkdir -p "$RESULTS" "$REPORTS" "$RUNS"
 
 layer() { "$PYTHON" -m megatron_mok.cli bench --layer --peers none --commit "$COMMIT" --json "$RESULTS/h200-layer.json" "$@"; }
-layers() { rm -f "$RESULTS/h200-layer.json" && layer --shape C --ranks 2 4 && layer --shape D B A; }
+layers() {
+    local code=0
+    rm -f "$RESULTS/h200-layer.json"
+    layer --shape C --ranks 2 4 || code=1
+    layer --shape D B A || code=1
+    return "$code"
+}
 export -f layer layers
 train=(env "RUNS=$RUNS/train" TIMEOUT=200 bash benchmarks/h200_train_ab.sh)
 
@@ -29,10 +35,10 @@ for part in $PARTS; do
     tests) run tests 560 "$PYTHON" tools/gpu_test.py --output "$RESULTS/gpu-tests.json" -q ;;
     layer) run layer 180 bash -c layers ;;
     train) run train 480 env PARTS="te noise" STEPS=200 "${train[@]}" ;;
-    local) run local 200 env PARTS=sequential SEQUENTIAL_STEPS=20 "${train[@]}" ;;
-    profile) run profile 240 env PARTS=profile "${train[@]}" ;;
+    local) run local 300 env PARTS=sequential SEQUENTIAL_STEPS=20 "${train[@]}" ;;
+    profile) run profile 300 env PARTS=profile "${train[@]}" ;;
     long) run long 360 "$PYTHON" benchmarks/h200_long_run.py --json "$RESULTS/h200-long-run.json" --runs "$RUNS/long" ;;
-    multi) run multi 300 env GPUS=1 RUNS="$RUNS/multi" STEPS=10 PARTS="layer bandwidth train killed report" \
+    multi) run multi 530 env GPUS=1 RUNS="$RUNS/multi" STEPS=10 PARTS="layer bandwidth train killed report" \
         SHAPES="A C" bash benchmarks/multi_gpu.sh ;;
     *) echo "one_gpu.sh: PARTS: got $part, need some of tests layer train local profile long multi" >&2 && exit 2 ;;
     esac
