@@ -23,9 +23,10 @@ rm -rf "$RUNS/cache" # of sample indices, which know the path of a data set but 
 mkdir -p "$RESULTS" "$REPORTS" "$RUNS"
 
 "$PYTHON" examples/prepare_data.py --output runs/data/stdlib
-read -ra model <<<"$("$PYTHON" -c 'import sys
+words=$("$PYTHON" -c 'import sys
 from megatron_mok.bench.training import model_flags
-print(*model_flags(sys.argv[1]))' "$MODEL")"
+print(*model_flags(sys.argv[1]))' "$MODEL")
+read -ra model <<<"$words"
 read -ra extra <<<"$EXTRA"
 train=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1)
 flags=(examples/pretrain.py "${model[@]}" --num-experts "$EXPERTS"

@@ -37,7 +37,7 @@ for part in $PARTS; do
     train) run train 480 env PARTS="te noise" STEPS=200 "${train[@]}" ;;
     local) run local 300 env PARTS=sequential SEQUENTIAL_STEPS=20 "${train[@]}" ;;
     profile) run profile 300 env PARTS=profile "${train[@]}" ;;
-    long) run long 360 "$PYTHON" benchmarks/h200_long_run.py --json "$RESULTS/h200-long-run.json" --runs "$RUNS/long" ;;
+    long) run long 570 "$PYTHON" benchmarks/h200_long_run.py --json "$RESULTS/h200-long-run.json" --runs "$RUNS/long" ;;
     multi) run multi 530 env GPUS=1 RUNS="$RUNS/multi" STEPS=10 PARTS="layer bandwidth train killed report" \
         SHAPES="A C" bash benchmarks/multi_gpu.sh ;;
     *) echo "one_gpu.sh: PARTS: got $part, need some of tests layer train local profile long multi" >&2 && exit 2 ;;
