@@ -34,7 +34,7 @@ def device():
 @pytest.fixture
 def opened(device):
     """get_comm for one rank and layers like a case, released afterwards."""
-    yield lambda case, **config: runtime.get_comm(
+    yield lambda case, device=device, **config: runtime.get_comm(
         None,
         hidden=case.hidden,
         top_k=case.top_k,

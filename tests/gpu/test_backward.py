@@ -9,6 +9,7 @@ import itertools
 import math
 import random
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron_mok.native import Settings
 from megatron_mok.native.structs import CallKind
 from tests.gpu.world import (
     CORNERS,
+    KINDS,
     SHAPES,
     SMALL,
     THREE,
@@ -30,6 +32,7 @@ from tests.gpu.world import (
     assert_close,
     assert_gradients,
     assert_named,
+    assert_same_bits,
     assert_same_gradients,
     backward_cases,
     expected_gradients,
@@ -43,6 +46,7 @@ from tests.gpu.world import (
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RANDOM = backward_cases()
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="an index other than 0 needs two GPUs")
 
 
 def same_turns(layer: Layer, *worlds: World) -> bool:
@@ -104,6 +108,12 @@ def test_shape(name, device):
 @pytest.mark.parametrize("name", CORNERS)
 def test_corner(name, device):
     assert_layer(CORNERS[name], device)
+
+
+@pytest.mark.parametrize("save", [0.0, 0.5])
+def test_B07_all_rows_on_one_rank_whatever_is_saved(save, device):
+    """The default, 1.25, is among the corners."""
+    assert_layer(CORNERS["B07-all on one rank"], device, Variant(save, dtype=FP32, accumulate=False))
 
 
 @pytest.mark.parametrize(
@@ -274,6 +284,28 @@ def test_B40_fifty_runs_give_the_same_bits(ranks, device):
             for i in range(5):
                 neighbour.multiply(2 * i)
                 assert_same_gradients(first, world.step(layer, rng.choice([0.0, 0.5, 1.25])))
+
+
+def test_B40_thirty_layers_are_recomputed_as_they_were(device):
+    """Four ranks, ten steps, a busy neighbour: forward again has the rows, their order and the output of the
+    first time, and each step the gradients of the first.
+    """
+    case = Case((256,) * 4, 4, 8, 256, 128)
+    one, generator = Layer.make(case, device), torch.Generator(device).manual_seed(1)
+    layers = [
+        replace(one, ids=[route(KINDS[i % len(KINDS)], t, 4, 8, generator) for t in case.tokens])
+        for i in range(30)
+    ]
+    neighbour, first = Neighbour(device), {}
+    with World(case, device) as world:
+        for _ in range(10):
+            calls = [world.forward(layer) for layer in layers]
+            for i in reversed(range(30)):
+                neighbour.multiply(3)
+                again = world.forward(layers[i], True)
+                assert_same_bits(layers[i], calls[i], again)
+                got = world.backward(layers[i], again)
+                assert_same_gradients(first.setdefault(i, got), got)
 
 
 GRIDS = [
@@ -459,6 +491,27 @@ def test_B49_a_rank_that_never_comes_is_named(phase, device):
         )  # fmt: skip
         with pytest.raises((errors.PeerTimeout, errors.PeerAbort)):
             world.prepare_backward(layer, calls, into)
+
+
+def test_B50_a_rank_that_stops_for_too_long_is_named(device):
+    """It goes on when its peers have given up: nothing stands still, and it is told."""
+    layer = Layer.make(THREE, device)
+
+    def stop(rank):
+        if rank == 2:
+            torch.cuda._sleep(2_000_000_000)  # about 1 s
+
+    with World(THREE, device, timeout_s=0.3) as world:
+        calls = world.forward(layer, True, layers=[5] * 3)
+        into = [Gradients.empty(THREE, device) for _ in calls]
+        backward = world.prepare_backward(layer, calls, into, layers=[5] * 3)
+        world.virtual.launch_backward(backward, before=stop)
+        torch.cuda.synchronize()
+        assert_named(
+            world, 2, call=2, layer=5, phase="publish",
+            expected="call 2 (backward, layer 5)", seen="call 1 (forward, layer 5)",
+        )  # fmt: skip
+        assert isinstance(world.failures()[2], errors.PeerAbort)
 
 
 def test_B49_backward_after_a_forward_that_failed():
@@ -894,7 +947,9 @@ def test_B61_compiled(fullgraph, opened, device):
         layer = Layer.make(Case((tokens,), 2, 8, 512, 256), device)
         want = Model(layer, comm).step()
         model = Model(layer, comm)
-        compiled(model.x, model.ids, model.probs, model.w1, model.w2).backward(model.dy)
+        out = compiled(model.x, model.ids, model.probs, model.w1, model.w2)
+        assert torch.equal(out, model.forward())
+        out.backward(model.dy)
         assert_equal(model.gradients(), want)
 
 
@@ -1055,7 +1110,18 @@ def test_B60_a_thousand_replays_with_a_late_rank(device):
     assert waited[0] > 0.2e9, waited  # 2,000 times, and 0.1 ms each at the least
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU: an index other than 0 needs two")
+@two_gpus
+def test_B70_through_autograd_on_another_device_than_the_current_one(opened, device):
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    layer = Layer.make(SMALL, last)
+    before = torch.cuda.memory_allocated(device)
+    model = Model(layer, opened(SMALL, device=last), FP32)
+    assert_gradients(layer, [as_gradients(model.step(), SMALL)])
+    assert torch.cuda.memory_allocated(device) <= before
+    assert torch.cuda.current_device() == device.index != last.index
+
+
+@two_gpus
 def test_the_last_gpu_gives_the_bits_of_the_first(device):
     """While the first is the current device, as in a process that never calls set_device."""
     case = Case((150, 90), 4, 8, 512, 256)

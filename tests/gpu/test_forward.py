@@ -477,6 +477,27 @@ def test_B49_a_rank_that_never_comes_is_named(phase, device):
             world.prepare(layer)
 
 
+@pytest.mark.parametrize(("when", "phase"), [("before", "publish"), ("between", "combine")])
+def test_B50_a_rank_that_stops_for_too_long_is_named(when, phase, device):
+    """It goes on when its peers have given up: nothing stands still, and it is told where it needed them."""
+    layer = Layer.make(THREE, device)
+
+    def stop(rank):
+        if rank == 2:
+            torch.cuda._sleep(2_000_000_000)  # about 1 s
+
+    with World(THREE, device, timeout_s=0.3) as world:
+        world.forward(layer, layers=[5] * 3)
+        world.virtual.launch(world.prepare(layer, layers=[6] * 3), **{when: stop})
+        torch.cuda.synchronize()
+        assert_named(
+            world, 2, call=2, layer=6, phase=phase,
+            expected="call 2 (forward, layer 6)", seen="call 1 (forward, layer 5)",
+        )  # fmt: skip
+        if phase == "publish":  # behind its publication its peers had pushed all that it waits for
+            assert isinstance(world.failures()[2], errors.PeerAbort)
+
+
 def test_ranks_in_different_calls_are_told_apart(device):
     layer = Layer.make(THREE, device)
     with World(THREE, device) as world:

@@ -5,9 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.gpu.world import Case, Layer, World, assert_schedules, route
-
-KINDS = ("random", "absent", "skewed", "repeated", "one expert")
+from tests.gpu.world import KINDS, Case, Layer, World, assert_schedules, route
 
 
 def schedules(layer, device, calls=3, **settings):
@@ -78,12 +76,12 @@ def test_corner(name, device):
     schedules(Layer.make(CORNERS[name], device), device, calls=2)
 
 
-def test_more_experts_on_a_rank_than_the_kernels_count_are_refused(device):
-    """B15: the limit is named."""
-    layer = Layer.make(case((8,), 1, 513), device)
+@pytest.mark.parametrize("experts", [513, 896, 1024, 1025])
+def test_B15_more_experts_on_a_rank_than_the_kernels_count_are_refused(experts, device):
+    layer = Layer.make(case((8,), 1, experts), device)
     with (
         World(layer.case, device) as world,
-        pytest.raises(ValueError, match="num_experts / num_ranks: got 513, need 1 to 512"),
+        pytest.raises(ValueError, match=f"num_experts / num_ranks: got {experts}, need 1 to 512"),
     ):
         world.prepare(layer)
 
