@@ -40,6 +40,7 @@ te=(--transformer-impl transformer_engine --moe-grouped-gemm --sdpa "${extra[@]}
 sequential=(--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion
     --no-gradient-accumulation-fusion "${extra[@]}")
 
+# `timeout --foreground` below: in the caller's process group, so that a limit of the caller ends the training too.
 compare() { # STEPS NAME FLAGS...
     local steps=$1 name=$2
     shift 2
