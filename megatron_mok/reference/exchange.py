@@ -350,3 +350,8 @@ def registered(handle: int) -> bool:
 def close(handle: int) -> None:
     """Forget an exchange. Local; the process group stays the caller's."""
     _exchanges.pop(handle, None)
+
+
+def close_all() -> None:
+    """Forget every exchange. Local."""
+    _exchanges.clear()

@@ -6,6 +6,7 @@ difference is the same error everywhere and not a hang or wrong data.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -253,6 +254,18 @@ def release() -> None:
     _reserved = 0
     for comm in _comms.values():
         comm.close()
+
+
+@atexit.register
+def _forget() -> None:
+    """Let go of the groups while Python still runs.
+
+    A group that has been destroyed ends its threads with its last reference. Gloo's, alive when the
+    interpreter goes, now and then abort the process ("terminate called without an active exception").
+    """
+    exchange.close_all()
+    _comms.clear()
+    _opened.clear()
 
 
 def waited_ns() -> list[torch.Tensor]:

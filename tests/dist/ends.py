@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+
+@atexit.register  # before megatron_mok is imported, so that it runs after what that registers
+def say_threads() -> None:
+    names = [Path(f"/proc/self/task/{t}/comm").read_text().strip() for t in os.listdir("/proc/self/task")]
+    print("threads at the end:", *names, flush=True)
+
 
 from megatron_mok import errors, runtime
 from megatron_mok.config import MokConfig
