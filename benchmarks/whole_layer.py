@@ -1,0 +1,283 @@
+"""Megatron-Core's whole MoE layer on one GPU, router to combine: mok against alltoall, in turns.
+
+    python benchmarks/whole_layer.py --shape A B C D --json benchmarks/results/h200-whole-layer.json
+
+alltoall runs TEGroupedMLP with fused permutation; mok runs in the same specification, on the same
+weights, input and routes (the router's own choice, as it is initialised). Expert weights have an fp32
+main_grad, and what autograd leaves in .grad is added to it as Megatron's DDP does. Output, input gradient
+and every main_grad of both sides must agree before anything is timed. `--experts sequential` is
+Megatron's own path without Transformer Engine (SequentialMLP, local specification).
+
+A record a shape and side: milliseconds of forward and of the whole step (medians; the rounds alternate),
+bytes that the forward leaves for the backward, and the peak of a step above what lay there before, both
+from torch's allocator. Exit code 1 where the sides disagree. Without a GPU it runs on the CPU back end,
+on host time: a dry run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import megatron_mok  # noqa: E402
+from megatron_mok.bench.cases import Shape  # noqa: E402
+from megatron_mok.bench.layer import CudaClock, Dense, HostClock, relative_error  # noqa: E402
+from megatron_mok.cli.bench import git_head  # noqa: E402
+from megatron_mok.cli.machine import Machine  # noqa: E402
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+SIDES = ("alltoall", "mok")
+ROUNDS, WARMUP = 3, 10
+# Relative distance of two bf16 computations that round in other places; each is within half of it of fp64.
+LIMIT = 2e-2
+# Step of alltoall with TEGroupedMLP over that of mok, at least.
+TARGETS = {"A": 4.5, "B": 1.8, "C": 1.25, "D": 1.25}
+
+
+def start() -> None:
+    """Megatron's process groups for one rank, and mok in Megatron."""
+    if not GPU:
+        from megatron_mok.testing import cpu
+
+        cpu.install()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    dist.init_process_group("nccl" if GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    megatron_mok.register()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+
+
+def build(shape: Shape, side: str, experts: str) -> torch.nn.Module:
+    """Megatron's MoE layer of these sizes, bf16, with that dispatcher."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    te = experts == "te"
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=shape.H,
+        num_attention_heads=1,
+        ffn_hidden_size=shape.I,
+        moe_ffn_hidden_size=shape.I,
+        num_moe_experts=shape.E,
+        moe_router_topk=shape.K,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type=side,
+        moe_grouped_gemm=te,
+        moe_permute_fusion=te and side == "alltoall",
+        gradient_accumulation_fusion=te,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bias_activation_fusion=GPU,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_cpu_initialization=not GPU,
+    )
+    made = get_moe_module_spec(use_te=te, num_experts=shape.E, moe_grouped_gemm=te)
+    layer: torch.nn.Module = made(config=config).to(DEVICE)
+    layer.set_layer_number(1)
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
+    return layer.train()
+
+
+class Side:
+    """One layer under measurement."""
+
+    def __init__(self, name: str, layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor):
+        self.name, self.layer, self.dy = name, layer, dy
+        self.x = x.clone().requires_grad_()
+        self.times: dict[str, list[float]] = {"fwd": [], "step": []}
+        self.dense: list[float] = []
+
+    def forward(self) -> torch.Tensor:
+        out: torch.Tensor = self.layer(self.x)[0]
+        return out
+
+    def step(self) -> torch.Tensor:
+        """Forward, backward, and Megatron's hook of every parameter. The output."""
+        self.x.grad = None
+        out = self.forward()
+        out.backward(self.dy)
+        for parameter in self.layer.parameters():
+            if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+                parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+        return out
+
+    def time(self, reps: int, warmup: int, clock: Any, dense: Dense) -> None:
+        dense.tflops()
+        self.dense.append(dense.tflops())
+        for name, call in (("fwd", self.forward), ("step", self.step)):
+            clock.times(call, warmup)
+            self.times[name] += clock.times(call, reps)
+        self.dense.append(dense.tflops())
+
+    def memory(self) -> dict[str, int]:
+        """{saved_bytes, peak_bytes} of a step, empty without a GPU."""
+        if not GPU:
+            return {}
+        self.step()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = self.forward()
+        saved = torch.cuda.memory_allocated() - before
+        del out
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        torch.cuda.synchronize()
+        return {"saved_bytes": saved, "peak_bytes": torch.cuda.max_memory_allocated() - before}
+
+    def record(self) -> dict[str, Any]:
+        fwd, step = (statistics.median(self.times[name]) for name in ("fwd", "step"))
+        return {
+            "side": self.name,
+            "experts": type(self.layer.experts).__name__,
+            "fwd_ms": round(fwd, 4),
+            "step_ms": round(step, 4),
+            "dense_tflops": round(statistics.mean(self.dense), 1),
+            **self.memory(),
+        }
+
+
+def distances(one: Side, other: Side) -> dict[str, float]:
+    """Relative distance of all that a step gives, `other`'s as the measure."""
+    outs = [side.step().detach() for side in (one, other)]
+    found = {"out": relative_error(*outs), "dx": relative_error(one.x.grad, other.x.grad)}
+    theirs = dict(other.layer.named_parameters())
+    for name, parameter in one.layer.named_parameters():
+        found[name] = relative_error(parameter.main_grad, theirs[name].main_grad)
+    return found
+
+
+def measure(shape: Shape, experts: str, reps: int, clock: Any, dense: Dense) -> tuple[list[dict], list[str]]:
+    """(a record a side, what is wrong)."""
+    generator = torch.Generator(device=DEVICE).manual_seed(1)
+    x, dy = (
+        torch.randn(shape.T, 1, shape.H, device=DEVICE, generator=generator).bfloat16() for _ in range(2)
+    )
+    sides = {name: Side(name, build(shape, name, experts), x, dy) for name in SIDES}
+    theirs = dict(sides["alltoall"].layer.named_parameters())
+    with torch.no_grad():
+        for name, parameter in sides["mok"].layer.named_parameters():
+            parameter.copy_(theirs[name])
+    found = distances(sides["mok"], sides["alltoall"])
+    wrong = {name: distance for name, distance in found.items() if not distance <= LIMIT}
+    if wrong:
+        return [], [f"{shape.label}: {name}: {d:.3g}, need <= {LIMIT}" for name, d in wrong.items()]
+    rounds = min(ROUNDS, reps)
+    for turn in range(rounds):
+        for side in sides.values():
+            side.time(-(-reps // rounds), WARMUP if turn == 0 else min(WARMUP, 3), clock, dense)
+    records = [side.record() for side in sides.values()]
+    ours, baseline = records[SIDES.index("mok")], records[SIDES.index("alltoall")]
+    for key in ("fwd_ms", "step_ms", "saved_bytes", "peak_bytes"):
+        if key in ours:
+            ours[f"alltoall_over_mok_{key}"] = round(baseline[key] / ours[key], 3)
+    ours["largest_distance"] = max(found.values())
+    return [{"shape": asdict(shape), **record} for record in records], []
+
+
+def facts(commit: str | None) -> dict[str, Any]:
+    def version(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {
+        "commit": commit or git_head(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name() if GPU else None,
+        "driver": Machine().driver() if GPU else None,
+        "torch": torch.__version__,
+        "megatron_core": version("megatron-core"),
+        "transformer_engine": getattr(sys.modules.get("transformer_engine"), "__version__", None),
+    }
+
+
+def table(records: list[dict[str, Any]], experts: str) -> str:
+    lines = []
+    for r in records:
+        size = Shape(**r["shape"])
+        line = f"{size.label:<34} {r['side']:<9} fwd {r['fwd_ms']:8.3f}  step {r['step_ms']:8.3f} ms"
+        if "saved_bytes" in r:
+            line += f"  saved {r['saved_bytes'] / 2**20:7.0f}  peak {r['peak_bytes'] / 2**20:7.0f} MiB"
+        if r["side"] == "mok":
+            line += f"  step {r['alltoall_over_mok_step_ms']:.2f}x"
+            wanted = TARGETS.get(size.label.partition(":")[0])
+            line += f" (target {wanted})" if wanted and experts == "te" else ""
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--shape", nargs="+", default=["C"], metavar="S", help="A B C D or T,H,I,E,K (C)")
+    p.add_argument("--experts", choices=("te", "sequential"), default="te", help="of alltoall (te)")
+    p.add_argument("--reps", type=int, default=30, help="timed calls of each pass (30)")
+    p.add_argument("--commit", help="for the records; default: git's HEAD")
+    p.add_argument("--json", type=Path, metavar="F", help="write {facts, records} there")
+    args = p.parse_args()
+    try:
+        shapes = [Shape.parse(text) for text in args.shape]
+        if args.reps < 1:
+            raise ValueError(f"--reps: got {args.reps}, need at least 1")
+    except ValueError as error:
+        p.error(str(error))
+    if args.experts == "te":
+        try:
+            import transformer_engine.pytorch  # noqa: F401  before Megatron-Core looks for it
+        except ImportError as error:
+            p.error(f"--experts te: {error}; need Transformer Engine, or say --experts sequential")
+    start()
+    clock = CudaClock() if GPU else HostClock()
+    dense = Dense(clock, DEVICE) if GPU else Dense(clock, DEVICE, 256)
+    made: dict[str, Any] = {"facts": facts(args.commit), "experts": args.experts, "records": []}
+    troubles: list[str] = []
+    for shape in shapes:
+        print(f"{shape.label} ...", flush=True)
+        records, wrong = measure(shape, args.experts, args.reps, clock, dense)
+        made["records"] += records
+        troubles += wrong
+        if args.json:  # shape by shape: what is measured stays
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(made, indent=1) + "\n")
+        megatron_mok.release()
+        gc.collect()
+        if GPU:
+            torch.cuda.empty_cache()
+    for line in troubles:
+        print(f"TROUBLE {line}")
+    print(table(made["records"], args.experts))
+    dist.destroy_process_group()
+    return 1 if troubles else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
