@@ -146,7 +146,7 @@ class Side:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         out = self.forward()
-        saved = torch.cuda.memory_allocated() - before
+        saved = torch.cuda.memory_allocated() - before - out.untyped_storage().nbytes()
         del out
         torch.cuda.reset_peak_memory_stats()
         self.step()
