@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib.util
 import itertools
 import json
 import os
@@ -44,10 +45,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402  isort: ski
     get_gpt_layer_local_spec,
     get_mlp_module_spec,
 )
+from megatron.core.transformer.enums import AttnBackend  # noqa: E402  isort: skip
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402  isort: skip
 
 RANKS = 4
-LENGTHS = (256, 128, 192, 256) if GPU else (32, 16, 24, 32)
+LENGTHS = (256, 128, 192, 256) if GPU else (48, 16, 24, 48)
 STEPS, SHORT = (12, 4) if GPU else (3, 2)  # ranks that share a GPU take half of them
 SIZES: dict[str, Any] = dict(
     bf16=True,
@@ -79,6 +81,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         moe_router_enable_expert_bias=False, moe_z_loss_coeff=1e-3, moe_router_num_groups=None,
         moe_router_group_topk=None,
     ),
+    "padding mask": dict(
+        padded=LENGTHS[0] // 2, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"],
+        moe_aux_loss_coeff=[1e-2, 1e-2], moe_z_loss_coeff=1e-3, moe_router_enable_expert_bias=False,
+    ),
     "frozen experts": dict(frozen=".experts.local_experts."),
     "frozen fc1": dict(frozen=".linear_fc1.weight"),
     "lengths": dict(lengths=LENGTHS),
@@ -88,8 +94,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 class Streams:
     """The micro-batches of several data-parallel ranks in turns: a global batch is the same on 1 and 4."""
 
-    def __init__(self, streams: range) -> None:
-        self.batches = [model.Batches(stream=stream) for stream in streams]
+    def __init__(self, streams: range, padded: int = 0) -> None:
+        self.batches = [model.Batches(stream=stream, padded=padded) for stream in streams]
         self.turns = itertools.cycle(self.batches)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -98,22 +104,27 @@ class Streams:
     def __next__(self) -> dict[str, torch.Tensor]:
         return next(next(self.turns))
 
-    def set_length(self, length: int) -> None:
+    @property
+    def length(self) -> int:
+        return self.batches[0].length
+
+    @length.setter
+    def length(self, length: int) -> None:
         for batches in self.batches:
             batches.length = length
 
 
-def trainer(dispatcher: str, micro_batches: int, **options: Any) -> model.Trainer:
+def trainer(dispatcher: str, micro_batches: int, padded: int = 0, **options: Any) -> model.Trainer:
     made = model.Trainer(dispatcher, micro_batches=micro_batches, **SIZES | options)
     first = model.parallel_state.get_data_parallel_rank() * micro_batches
-    made.batches = [Streams(range(first, first + micro_batches)) for _ in made.batches]
+    made.batches = [Streams(range(first, first + micro_batches), padded) for _ in made.batches]
     set_length(made, LENGTHS[0])
     return made
 
 
 def set_length(made: model.Trainer, length: int) -> None:
     for streams in made.batches:
-        streams.set_length(length)
+        streams.length = length
 
 
 def digest(made: model.Trainer) -> str:
@@ -132,13 +143,19 @@ def train(
     micro_batches: int,
     lengths: tuple[int, ...] = (),
     mok: dict[str, Any] | None = None,
+    before: dict[int, Callable[[], Any]] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """{losses, norms, weights: a hash of the trained parameters, memory: bytes allocated after each step}."""
+    """{losses, norms, weights: a hash of the trained parameters, memory: bytes allocated after each step}.
+
+    before: what else happens, by the step that it precedes.
+    """
     configure(**(mok or {}))
     made = trainer(dispatcher, micro_batches, **options)
     losses, norms, memory = [], [], []
     for step in range(steps):
+        if before and step in before:
+            before[step]()
         if lengths:
             set_length(made, lengths[step % len(lengths)])
         loss, norm = made.step()
@@ -418,6 +435,39 @@ def split_tokens(ep: int, attention: bool = False, **split: int) -> dict[str, An
 # --- cases of four ranks
 
 
+def other_layouts(release: bool) -> dict[str, Any]:
+    """EP 4, EP 2 and EP 4 again in these processes: Megatron's groups destroyed and made anew each time."""
+    model.layout(4)
+    configure()
+    return model.layouts_in_turn([4, 2, 4], release, lambda: trainer("mok", 1), 2)
+
+
+def te_model_with_tp2(dispatcher: str) -> dict[str, Any]:
+    """A training of the transformer_engine implementation: TP 2 with sequence parallelism, ETP 1, EP 2."""
+    model.layout(2, tp=2)
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)  # each model's own configuration says which
+    local = model.get_gpt_decoder_block_spec
+
+    def spec(config: Any, use_transformer_engine: bool, **options: Any) -> Any:
+        return local(config, use_transformer_engine=True, **options)
+
+    model.get_gpt_decoder_block_spec = spec
+    try:
+        return train(
+            dispatcher,
+            steps=SHORT // 2 + 1,
+            micro_batches=1,
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            expert_tensor_parallel_size=1,
+            moe_grouped_gemm=True,
+            attention_backend=AttnBackend.unfused,
+        )
+    finally:
+        model.get_gpt_decoder_block_spec = local
+
+
 def four_ranks(rank: int) -> dict[str, Callable[[], Any]]:
     def on_four(ep: int = 4, pp: int = 1, vpp: int | None = None, **options: Any) -> Callable[[], Any]:
         def case() -> Any:
@@ -427,7 +477,10 @@ def four_ranks(rank: int) -> dict[str, Callable[[], Any]]:
         return case
 
     uneven = dict(lengths=(LENGTHS[rank],))  # every rank brings another number of tokens
-    return {
+    small, large = LENGTHS[1], LENGTHS[0]  # rank 1 alone brings more, from the second step on
+    more = dict(steps=3, lengths=(small, large if rank == 1 else small, large if rank == 1 else small))
+    stages = dict(ep=2, num_layers=4, moe_layer_freq=1)
+    cases = {
         "ep4": on_four(steps=STEPS // 2),
         "ep4 again": on_four(steps=STEPS // 2),
         "ep4, alltoall": on_four(dispatcher="alltoall"),
@@ -446,7 +499,18 @@ def four_ranks(rank: int) -> dict[str, Callable[[], Any]]:
         "cp2 ep4": lambda: split_tokens(4, cp=2),
         "tp2 ep2": lambda: split_tokens(2, tp=2),
         "cp2 ep2": lambda: split_tokens(2, cp=2),
+        "ep4, large workspace": on_four(mok=dict(max_tokens=large * model.B), **more),
+        "ep4, reserved": on_four(before={1: lambda: megatron_mok.reserve(large * model.B)}, **more),
+        "ep4, released": on_four(before={1: megatron_mok.release}, **more),
+        "layouts, released": lambda: other_layouts(True),
+        "layouts, not released": lambda: other_layouts(False),
+        "pp2 with virtual stages": on_four(pp=2, vpp=2, micro_batches=4, **stages),
+        "one stage": on_four(micro_batches=2, **stages),
     }
+    if GPU and importlib.util.find_spec("transformer_engine"):
+        for dispatcher in ("mok", "alltoall"):
+            cases[f"tp2, transformer_engine, {dispatcher}"] = lambda name=dispatcher: te_model_with_tp2(name)
+    return cases
 
 
 # --- the program

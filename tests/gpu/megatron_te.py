@@ -39,6 +39,7 @@ from tests.mcore import model  # noqa: E402
 
 from megatron.core.models.gpt import moe_module_specs  # noqa: E402  isort: skip
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402  isort: skip
+from megatron.core.transformer.moe import moe_utils  # noqa: E402  isort: skip
 from megatron.core.transformer.moe.experts import TEGroupedMLP  # noqa: E402  isort: skip
 
 from examples.attention import serve_mla  # noqa: E402  isort: skip
@@ -149,10 +150,11 @@ def gradients(spec: Callable, **options: Any) -> dict[str, Any]:
     }
 
 
-def layer() -> dict[str, float]:
-    """One MoE layer without DDP: relative errors of the output and of every gradient from autograd."""
+def layer(parts: tuple[str, ...] = ("linear_fc",), **options: Any) -> dict[str, float]:
+    """One MoE layer without DDP: relative errors of the output and of autograd's gradients of x and of every
+    parameter with one of `parts` in its name."""
     configure()
-    ours, theirs = (trainer(dispatcher, te_experts) for dispatcher in ("mok", "alltoall"))
+    ours, theirs = (trainer(dispatcher, te_experts, **options) for dispatcher in ("mok", "alltoall"))
     layers = [made.models[0].module.decoder.layers[-1].mlp for made in (ours, theirs)]
     generator = torch.Generator().manual_seed(3)
     x, dy = (
@@ -165,13 +167,31 @@ def layer() -> dict[str, float]:
             del parameter.main_grad, parameter.grad_added_to_main_grad
         leaf = x.clone().requires_grad_()
         out, _ = moe(leaf)
-        wanted = [p for name, p in moe.named_parameters() if "linear_fc" in name]
-        results.append([out, *torch.autograd.grad(out, [leaf, *wanted], dy)])
-    names = ["out", "dx", *(name for name, _ in layers[0].named_parameters() if "linear_fc" in name)]
+        wanted = {name: p for name, p in moe.named_parameters() if any(part in name for part in parts)}
+        results.append([out, *torch.autograd.grad(out, [leaf, *wanted.values()], dy)])
+    names = ["out", "dx", *wanted]
     return {
         name: float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
         for name, a, b in zip(names, *results, strict=True)
     }
+
+
+def router_fusion() -> dict[str, Any]:
+    """A layer behind Transformer Engine's fused router: errors as of `layer`, the router's weight included,
+    and what the router handed to either dispatcher."""
+    fused, seen = moe_utils.fused_topk_with_score_function, []
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        probs, routing = fused(*args, **kwargs)
+        seen.append([[str(t.dtype), list(t.shape)] for t in (probs, routing)] + [int(routing.sum())])
+        return probs, routing
+
+    moe_utils.fused_topk_with_score_function = observed
+    try:
+        errors = layer(("linear_fc", "router.weight"), moe_router_fusion=True)
+    finally:
+        moe_utils.fused_topk_with_score_function = fused
+    return {"errors": errors, "seen": seen}
 
 
 def loaded() -> list[float]:
@@ -222,6 +242,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     }
     if GPU:
         variants |= {
+            "experts, router fusion": (te_experts, dict(moe_router_fusion=True)),
             "whole": (whole_te, {}),
             "whole, fused": (whole_te, fused),
             "whole, sdpa": (te_sdpa, dict(moe_permute_fusion=True) | fused),
@@ -235,6 +256,7 @@ def cases() -> dict[str, Callable[[], Any]]:
             made[f"{name}, {dispatcher}"] = partial(train, dispatcher, spec, **options)
     made["main_grad on"] = partial(train, "mok", te_experts, mok=dict(main_grad="on"), **fused)
     if GPU:
+        made["router fusion"] = router_fusion
         made["whole, gradients"] = partial(gradients, whole_te, **fused)
         made["fused attention"] = fused_attention
     return made

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -119,6 +120,50 @@ def too_many(group):
     return "nothing"
 
 
+def grown(group):
+    """Rank 1 alone brings more tokens to a second step, for which the workspace has grown.
+
+    {way: [max_tokens before, after, whether the bits are those of a workspace that was large all along]}
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    small = Case((64,) * size, 2, 2 * size, 256, 256)
+    large = replace(small, tokens=tuple(200 if r == 1 else 64 for r in range(size)))
+    mine = replace(small, tokens=(large.tokens[rank],) * size)  # ranks ask for different sizes
+    results, first = {}, None
+    for way in ("from the start", "reserve", "release"):
+        comm = open_comm(group, large if way == "from the start" else small)
+        bits, before = step(small, comm, rank), comm.max_tokens
+        if way == "reserve":
+            runtime.reserve(200)
+        elif way == "release":
+            runtime.release()
+            comm = open_comm(group, mine)
+        bits += step(large, comm, rank)
+        torch.cuda.synchronize()
+        native.lookup(comm.handle).check()
+        first = first or bits
+        results[way] = [before, comm.max_tokens, all(map(torch.equal, bits, first))]
+        runtime.release()
+    return results
+
+
+def step(case, comm, rank):
+    """Output and gradients of two layers, the second forward before the first backward."""
+    layers = [Layer.make(replace(case, seed=seed), DEVICE) for seed in (0, 1)]
+    leaves, outs = [], []
+    for number, layer in enumerate(layers, 1):
+        tensors = [layer.x[rank], layer.probs[rank], *(w[0].clone() for w in layer.weights(rank))]
+        x, probs, w1, w2 = (t.requires_grad_() for t in tensors)
+        ids, experts = layer.ids[rank], case.experts
+        outs.append(runtime.moe(x, ids, probs, w1, w2, comm=comm, num_experts=experts, layer=number))
+        leaves.append((x, probs, w1, w2))
+    gradients = [
+        torch.autograd.grad(out, inputs, layer.dy[rank])
+        for out, inputs, layer in zip(outs, leaves, layers, strict=True)
+    ]
+    return [*(out.detach() for out in outs), *(g for of_layer in gradients for g in of_layer)]
+
+
 def absent(group):
     """The last rank stays away from a forward."""
     case = Case((64,) * SIZE, 2, 2 * SIZE, 256, 256)
@@ -151,6 +196,8 @@ def scenarios() -> dict[str, Callable[[], object]]:
         "half": lambda: correct(mine, (300, 250, 0, 100)[:half], "absent"),
         "backward of all": lambda: gradients(everyone, tokens, "random"),
         "backward of half": lambda: gradients(mine, (300, 250, 0, 100)[:half], "absent"),
+        "grown": lambda: grown(everyone),
+        "grown of half": lambda: grown(mine),
         "too many": lambda: too_many(everyone),
         "absent": lambda: absent(everyone),
     }

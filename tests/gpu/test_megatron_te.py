@@ -52,6 +52,17 @@ def test_a_layer_without_ddp(results):
     assert max(errors.values()) <= LAYER, errors
 
 
+def test_a_layer_behind_the_fused_router(results):
+    """Transformer Engine's, with which alltoall runs too: [T, E] float32 and [T, E] bool come out of it."""
+    case = found(results, "router fusion")
+    tokens = 2 * 256
+    handed = [["torch.float32", [tokens, 16]], ["torch.bool", [tokens, 16]], 4 * tokens]
+    assert case["seen"] == [handed] * 2, "once in each of the two models"
+    errors = case["errors"]
+    assert len(errors) == 2 + 2 * 16 + 2 + 1, "16 experts, the shared one and the router"
+    assert max(errors.values()) <= LAYER, errors
+
+
 @pytest.mark.parametrize("name", ["gradients", "whole, gradients"])
 def test_B34_gradients_are_added_to_main_grad(results, name):
     """With gradient_accumulation_fusion, over two micro-batches; by Transformer Engine on the other side."""
@@ -76,7 +87,7 @@ def test_B37_loaded_weights_of_alltoall_are_read(results):
 @pytest.mark.parametrize(
     "name",
     [
-        *("experts", "experts, fused", "experts, overlap_param_gather"),
+        *("experts", "experts, fused", "experts, overlap_param_gather", "experts, router fusion"),
         *("whole", "whole, fused", "whole, sdpa", "whole, recompute moe"),
     ],
 )

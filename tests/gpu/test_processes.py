@@ -98,6 +98,14 @@ def test_B66_a_shared_gpu_is_refused_on_all_ranks(results):
         assert found.startswith("ValueError") and f"ranks {list(range(len(results)))} on GPU {uuid}" in found
 
 
+@pytest.mark.parametrize("scenario", ["grown", "grown of half"])
+def test_B06_a_workspace_that_has_grown_changes_no_bit(results, scenario):
+    """Between steps, by reserve() or by release(), for more tokens of rank 1 alone."""
+    skip_halves_of_one_rank(results, scenario)
+    want = {"from the start": [200, 200, True], "reserve": [64, 200, True], "release": [64, 200, True]}
+    assert results.of(scenario) == [want] * len(results)
+
+
 def test_B06_too_many_tokens_end_the_call_everywhere(results):
     found = results.of("too many")
     assert found[1].startswith("WorkspaceTooSmall") and "got 200, need at most 64" in found[1]

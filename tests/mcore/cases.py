@@ -230,6 +230,26 @@ def above_max_tokens() -> dict[str, Any]:
     return {"before": before, "failure": failure, "after": step(24)}
 
 
+def grown_workspace() -> list[bool]:
+    """From the second step on rank 1 alone brings more tokens: bits beside those of a workspace that was
+    large from the start, by reserve() and by release(), after which the largest rank's tokens count."""
+    layout(4)
+    counts = [8, 24 if dist.get_rank() == 1 else 8]
+    runs = []
+    for enlarge in (None, lambda: megatron_mok.reserve(24), megatron_mok.release):
+        megatron_mok.release()
+        megatron_mok.configure(megatron_mok.MokConfig(max_tokens=None if enlarge else 24))
+        layers = [make_layer(layer_config(), seed=seed) for seed in (3, 4)]
+        results = []
+        for step, count in enumerate(counts):
+            if step and enlarge:
+                enlarge()
+            batch = (tokens_of(count, seed=step), *random_routes(count, seed=step))
+            results += [run(layer, *batch) for layer in layers]
+        runs.append(results)
+    return [equal(run, runs[0]) for run in runs[1:]]
+
+
 def cleared_padding() -> dict[str, Any]:
     """B11: a quarter of the rows has no route at all; some others have one instead of two."""
     layout(4)
@@ -244,6 +264,44 @@ def cleared_padding() -> dict[str, Any]:
         "padding_is_zero": bool((got["out"][::4] == 0).all() and (got["dx"][::4] == 0).all()),
         "routes": int(routing.sum()),
     }
+
+
+def padding_mask(dispatchers: list[str]) -> list[dict[str, Any]]:
+    """A layer of each dispatcher with Megatron's padding mask, and the first also without: output, gradients
+    and the router's losses. Without expert bias, with which Megatron-Core 0.19.2's router cannot take a mask:
+    it combines [T, E] with [T]."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    layout(4)
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # it keeps the shape of the first that it gets
+    options = dict(
+        moe_router_load_balancing_type=["aux_loss", "seq_aux_loss", "global_aux_loss"],
+        moe_aux_loss_coeff=[1e-1, 1e-1, 1e-1],
+        moe_z_loss_coeff=1e-2,
+    )
+    x, r = (tokens_of(2 * 12, seed=seed).view(12, 2, H) for seed in (0, 5))
+    mask = torch.arange(12) >= torch.tensor([[12 - 3 * dist.get_rank()], [5]])  # [B, S], True: padding
+    results = []
+    for name, given in [(dispatchers[0], None), *((name, mask) for name in dispatchers)]:
+        model.destroy_moe_metrics_tracker()
+        layer = make_layer(layer_config(name, **options))
+        leaf = x.clone().requires_grad_()
+        out, _ = layer(leaf, padding_mask=given)
+        (out * r).sum().backward()
+        losses = {name: entry.values.clone() for name, entry in get_moe_metrics_tracker().metrics.items()}
+        results.append(
+            {
+                "out": out.detach(),
+                "dx": leaf.grad,
+                "router": layer.router.weight.grad,
+                "experts": [w.grad for w in layer.experts.parameters()],
+                "losses": losses,
+            }
+        )
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    model.destroy_moe_metrics_tracker()
+    return results
 
 
 def underflowed_probability() -> float:
@@ -430,6 +488,25 @@ def nothing_is_kept() -> dict[str, bool]:
         "dead": dead,
         "again": difference(run(layer, x, probs, routing), oracle(layer, x, probs, routing)) < 1e-5,
     }
+
+
+def other_layouts(release: bool) -> dict[str, Any]:
+    """EP 4, EP 2 and EP 4 in one process, one after the other."""
+    layout(4)
+    return model.layouts_in_turn([4, 2, 4], release, lambda: model.Trainer("mok"), 3)
+
+
+def groups_destroyed(release: bool) -> dict[str, Any]:
+    """The same layer's outputs before and after torch's process groups were destroyed and made anew."""
+    results = []
+    for _ in range(2):
+        layout(4)
+        layer = make_layer(layer_config())
+        results.append(run(layer, tokens_of(8), *random_routes(8)))
+        if release:
+            megatron_mok.release()
+        model.leave()
+    return {"equal": equal(*results)}
 
 
 def two_models() -> dict[str, float]:

@@ -11,6 +11,7 @@ import datetime
 import itertools
 import os
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ parallel_state.create_group = _group_of
 
 def layout(ep: int = 4, pp: int = 1, vpp: int | None = None, tp: int = 1, cp: int = 1) -> None:
     """Megatron's process groups for this layout (kept if they are already there), and mok's defaults."""
-    global _layout, _store
+    global _store
     megatron_mok.configure(megatron_mok.MokConfig())
     megatron_mok.runtime.release()  # the next case has other token counts
     if _layout == (ep, pp, vpp, tp, cp):
@@ -126,6 +127,11 @@ def layout(ep: int = 4, pp: int = 1, vpp: int | None = None, tp: int = 1, cp: in
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.PrefixStore(f"world{next(_generation)}", _store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    _initialise_groups(ep, pp, vpp, tp, cp)
+
+
+def _initialise_groups(ep: int, pp: int = 1, vpp: int | None = None, tp: int = 1, cp: int = 1) -> None:
+    global _layout
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
@@ -139,6 +145,27 @@ def layout(ep: int = 4, pp: int = 1, vpp: int | None = None, tp: int = 1, cp: in
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     _layout = (ep, pp, vpp, tp, cp)
+
+
+def layouts_in_turn(
+    sizes: list[int], release: bool, make: Callable[[], Trainer], steps: int
+) -> dict[str, list[Any]]:
+    """A new model for each of these expert-parallel sizes in one process; groups as no other case has them.
+
+    Between two of them Megatron's groups are destroyed and made anew, with megatron_mok.release() before or
+    without. Losses and norms of each model, and the bytes of workspace that were open after it.
+    """
+    curves, workspace = [], []
+    for ep in sizes:
+        _groups.clear()
+        _initialise_groups(ep)
+        curves.append(make().steps(steps))
+        workspace.append(megatron_mok.runtime.open_workspace_bytes())
+        if release:
+            megatron_mok.release()
+    megatron_mok.release()
+    workspace.append(megatron_mok.runtime.open_workspace_bytes())
+    return {"curves": curves, "workspace": workspace}
 
 
 def leave() -> None:
@@ -212,11 +239,15 @@ def global_name(name: str, model: GPTModel, config: TransformerConfig) -> str:
     if "layers" in parts and "mtp" not in parts:
         at = parts.index("layers") + 1
         parts[at] = str(model.decoder.layers[int(parts[at])].layer_number)
-    if "local_experts" in parts:
-        at = parts.index("local_experts") + 1
+    grouped = "experts" in parts and parts[-1].startswith("weight") and parts[-1][6:].isdigit()
+    if "local_experts" in parts or grouped:
         ep_rank = parallel_state.get_expert_model_parallel_rank()
-        per_rank = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
-        parts[at] = str(ep_rank * per_rank + int(parts[at]))
+        first = ep_rank * config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        if grouped:
+            parts[-1] = f"weight{first + int(parts[-1][6:])}"
+        else:
+            at = parts.index("local_experts") + 1
+            parts[at] = str(first + int(parts[at]))
     return ".".join(parts)
 
 
@@ -235,14 +266,17 @@ class Batches:
     """Endless micro-batches from a Markov chain that a model can learn; a stream for each data-parallel rank.
 
     The length of the sequences, S, can be changed between two of them.
+
+    padded: most tokens at each sequence's end that a mask calls padding, as Megatron means it: True there,
+    which takes them out of the router's losses; they are routed all the same.
     """
 
-    def __init__(self, seed: int = 7, stream: int | None = None) -> None:
+    def __init__(self, seed: int = 7, stream: int | None = None, padded: int = 0) -> None:
         stream = parallel_state.get_data_parallel_rank() if stream is None else stream
         self.generator = torch.Generator().manual_seed(seed * 1000 + stream)
         chain = torch.Generator().manual_seed(seed)
         self.next_token = torch.randint(V, (V, 4), generator=chain)
-        self.length = S
+        self.length, self.padded = S, padded
 
     def __iter__(self) -> Batches:
         return self
@@ -253,14 +287,18 @@ class Batches:
         choice = torch.randint(4, (B, self.length), generator=self.generator)
         for s in range(self.length):
             tokens[:, s + 1] = self.next_token[tokens[:, s], choice[:, s]]
-        tokens = tokens.to(DEVICE)
-        return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+        if self.padded:
+            valid = self.length - torch.randint(self.padded + 1, (B, 1), generator=self.generator)
+            batch["padding_mask"] = torch.arange(self.length) >= valid
+        return {name: value.contiguous().to(DEVICE) for name, value in batch.items()}
 
 
 def forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
     positions = torch.arange(batch["tokens"].shape[1], device=DEVICE).expand_as(batch["tokens"])
-    losses = model(batch["tokens"], positions, None, labels=batch["labels"])
+    mask = {name: batch[name] for name in batch.keys() & {"padding_mask"}}
+    losses = model(batch["tokens"], positions, None, labels=batch["labels"], **mask)
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mean = output.float().mean()
@@ -298,9 +336,10 @@ class Trainer:
         clip_grad: float = 1.0,
         ddp: dict[str, Any] | None = None,
         frozen: str = "",
+        padded: int = 0,
         **changes: Any,
     ) -> None:
-        """`frozen`: a part of the names of parameters that are not trained."""
+        """`frozen`: a part of the names of parameters that are not trained. `padded`: see Batches."""
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         destroy_moe_metrics_tracker()  # sized by the first model that records
@@ -329,7 +368,7 @@ class Trainer:
         if ddp.get("overlap_param_gather"):
             sync = [model.start_param_sync for model in self.models]
             self.config.param_sync_func = sync[0] if len(sync) == 1 else sync
-        self.batches: list[Any] = [Batches() for _ in self.models]
+        self.batches: list[Any] = [Batches(padded=padded) for _ in self.models]
         self.run = get_forward_backward_func()
 
     def gradients(self) -> float:
@@ -342,7 +381,7 @@ class Trainer:
             data_iterator=self.batches if len(self.models) > 1 else self.batches[0],
             model=self.models if len(self.models) > 1 else self.models[0],
             num_microbatches=self.micro_batches,
-            seq_length=S,
+            seq_length=self.batches[0].length,  # what pipeline stages send each other
             micro_batch_size=B,
             forward_only=False,
         )

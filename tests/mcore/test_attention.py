@@ -10,7 +10,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 import examples.attention
-from examples.attention import SdpaCoreAttention, serve_mla
+from examples.attention import DeterministicSdpaCoreAttention, SdpaCoreAttention, serve_mla
 from megatron_mok.errors import ConfigError
 
 CONFIG = dict(
@@ -21,8 +21,8 @@ FP32 = dict(rtol=1e-5, atol=1e-5)
 S, B, N, D, V = 12, 2, 3, 8, 5
 
 
-def attention(scale=None, **changes):
-    return SdpaCoreAttention(
+def attention(scale=None, kind=SdpaCoreAttention, **changes):
+    return kind(
         SimpleNamespace(**CONFIG | changes), 1, AttnMaskType.causal, "self", softmax_scale=scale, k_channels=D
     )
 
@@ -41,10 +41,11 @@ def plain(q, k, v, scale):
     return out.flatten(2)
 
 
+@pytest.mark.parametrize("kind", [SdpaCoreAttention, DeterministicSdpaCoreAttention])
 @pytest.mark.parametrize("scale", [None, 0.7])
-def test_output_and_gradients_are_those_of_causal_softmax(scale):
+def test_output_and_gradients_are_those_of_causal_softmax(scale, kind):
     ours, theirs = tensors(), tensors()
-    out = attention(scale)(*ours, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=None)
+    out = attention(scale, kind)(*ours, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=None)
     want = plain(*theirs, scale or D**-0.5)
     assert out.shape == (S, B, N * V)
     torch.testing.assert_close(out.double(), want, **FP32)
@@ -52,6 +53,37 @@ def test_output_and_gradients_are_those_of_causal_softmax(scale):
         (loss * torch.arange(loss.numel()).view(loss.shape).cos()).sum().backward()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, **FP32)
+
+
+@pytest.mark.parametrize("outside", [(False, False), (True, True)], ids=["off", "warn-only"])
+def test_deterministic_attention_sets_it_strictly_in_both_passes_and_nowhere_else(monkeypatch, outside):
+    """On a GPU that picks the kernels that repeat their bits; with warn_only torch does not pick them."""
+    seen, sdpa = {}, torch.nn.functional.scaled_dot_product_attention
+
+    def mode(name):
+        enabled = torch.are_deterministic_algorithms_enabled()
+        seen[name] = enabled, torch.is_deterministic_algorithms_warn_only_enabled()
+
+    def watched(*args, **kwargs):
+        mode("forward")
+        out = sdpa(*args, **kwargs)
+        out.register_hook(lambda grad: mode("backward"))
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    layer, inputs = attention(kind=DeterministicSdpaCoreAttention), tensors()
+    try:
+        torch.use_deterministic_algorithms(outside[0], warn_only=outside[1])
+        out = layer(*inputs, None)
+        mode("between")
+        out.register_hook(lambda grad: mode("before"))
+        out.sum().backward()
+        mode("after")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    strict = (True, False)
+    rest = dict.fromkeys(("between", "before", "after"), outside)
+    assert seen == {"forward": strict, "backward": strict, **rest}
 
 
 class Tracker:
@@ -143,3 +175,11 @@ def test_it_serves_mla_in_place_of_the_local_attention_alone():
         assert did == (after is SdpaCoreAttention)
         for part in (layer, inner):
             assert part.submodules.self_attention.submodules.core_attention is after
+
+
+def test_it_serves_mla_deterministically_where_asked():
+    layer = spec(type("TEDotProductAttention", (), {}))
+    config = SimpleNamespace(multi_latent_attention=True)
+    assert serve_mla(config, SimpleNamespace(layer_specs=[layer]), always=True, deterministic=True)
+    served = layer.submodules.self_attention.submodules.core_attention
+    assert served is DeterministicSdpaCoreAttention

@@ -63,6 +63,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         moe_router_enable_expert_bias=False, moe_z_loss_coeff=1e-3, moe_router_num_groups=None,
         moe_router_group_topk=None,
     ),
+    "padding_mask": dict(
+        padded=20, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"],
+        moe_aux_loss_coeff=[1e-2, 1e-2], moe_z_loss_coeff=1e-3, moe_router_enable_expert_bias=False,
+    ),
     "sinkhorn": dict(
         moe_router_load_balancing_type="sinkhorn", moe_router_score_function="softmax",
         moe_aux_loss_coeff=0.0,

@@ -48,12 +48,27 @@ def test_more_tokens_than_the_workspace_takes_B06(ranks: Any) -> None:
     assert all(max(r["before"], r["after"]) <= FP32 for r in results), "after reserve() all go on"
 
 
+def test_workspace_that_grows_between_steps_B06(ranks: Any) -> None:
+    """By reserve() and by release(): the bits of one that was large from the start."""
+    assert ranks.run("cases:grown_workspace") == [[True, True]] * 4
+
+
 @pytest.mark.short
 def test_padding_rows_without_routes_B11(ranks: Any) -> None:
     for result in ranks.run("cases:cleared_padding"):
         assert result["error"] <= FP32
         assert result["padding_is_zero"]
         assert result["routes"] == 32 * 2 - 8 * 2 - 1
+
+
+def test_padding_mask_of_megatron(ranks: Any) -> None:
+    """It takes padding out of the router's losses; padded tokens are routed all the same."""
+    for whole, ours, stock in ranks.run("cases:padding_mask", dispatchers=["mok", "alltoall"]):
+        assert len(stock["losses"]) == 4, "three of balance, and the z loss"
+        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+        assert ours["out"].equal(whole["out"]) and (ours["out"] != 0).any(-1).all()
+        assert all((ours["losses"][name] != whole["losses"][name]).any() for name in whole["losses"])
+        assert (ours["router"] - whole["router"]).abs().max() > 1e-4
 
 
 def test_chosen_expert_with_probability_zero(ranks: Any) -> None:

@@ -104,6 +104,23 @@ def test_one_workspace_for_all_layers_and_lengths_B54_B55(ranks: Any) -> None:
     assert ranks.run("cases:one_workspace") == [1] * 4
 
 
+def test_other_layouts_in_the_same_processes_B57(ranks: Any) -> None:
+    """Megatron's groups are destroyed and made anew, with release() before or without: the same bits."""
+    freed = ranks.run("cases:other_layouts", release=True)
+    kept = ranks.run("cases:other_layouts", release=False)
+    for result in (*freed, *kept):
+        four, two, again = result["curves"]
+        assert again == four == freed[0]["curves"][0]
+        assert two == freed[0]["curves"][1]
+        assert two["losses"] == pytest.approx(four["losses"], abs=1e-6)
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_other_process_groups_B52(ranks: Any, release: bool) -> None:
+    """torch's groups are destroyed; release() may also come when they are no more."""
+    assert all(result["equal"] for result in ranks.run("cases:groups_destroyed", release=release))
+
+
 def test_absent_rank_is_named_B49_B51(ranks: Any) -> None:
     results = ranks.run("cases:absent_rank")
     assert results[1]["failure"] == ("MemoryError", "simulated")
