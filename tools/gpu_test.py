@@ -1,6 +1,7 @@
 """`make gpu-test`: run everything under tests/gpu and record it in benchmarks/results/gpu-tests.json.
 
     gpu_test.py [--output FILE] [PYTEST_ARGUMENTS...]
+    gpu_test.py --join PART... [--output FILE]
 
 Needs no git: the tree hashes come from build/trees.json, which `make build` writes; the library must name the
 same hash of csrc, and the files of megatron_mok must have the other one. Exit status: pytest's; 3 if they do
@@ -9,6 +10,10 @@ not or there is no GPU.
 A record stands for a complete run: every test that a collection without arguments finds has an outcome. Other
 runs write nothing, or into --output FILE a record that says what it lacks. The record of an earlier run is
 removed when the first test of a complete run is about to start, so a run that crashes leaves none.
+
+--join makes one record of such parts, where a GPU is lent for less time than all tests take; it needs no GPU.
+The parts must be of one build on one kind of GPU. A file counts from the last part that ran all of its tests,
+and must read as it did then; helper modules beside it are not compared.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests" / "gpu"
 RECORD = ROOT / "benchmarks" / "results" / "gpu-tests.json"
 OUTCOMES = ("passed", "failed", "skipped")
+File = dict[str, Any]  # counts {passed, failed, skipped}, skip_reasons, missing: tests that did not run, hash
 
 
 class Recorder:
@@ -42,7 +49,7 @@ class Recorder:
     def __init__(self, every: set[str], output: Path) -> None:
         self.every, self.output = every, output
         self.outcome: dict[str, str] = {}  # by test, or by file that could not be collected or skips itself
-        self.skip_reasons: collections.Counter[str] = collections.Counter()
+        self.skip_reasons: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if self.every == {item.nodeid for item in session.items} and not session.config.option.collectonly:
@@ -64,22 +71,71 @@ class Recorder:
             worse = self.outcome.get(report.nodeid) == "failed"
             self.outcome[report.nodeid] = "failed" if worse else report.outcome
         if report.outcome == "skipped":
-            place = report.longrepr
-            self.skip_reasons[str(place[2]) if isinstance(place, tuple) else str(place)] += 1
+            self._skipped(report)
+
+    def _skipped(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        place = report.longrepr
+        reason = str(place[2]) if isinstance(place, tuple) else str(place)
+        self.skip_reasons[file_of(report.nodeid)][reason] += 1
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome == "failed":
             self.outcome[report.nodeid] = "failed"
         elif report.outcome == "skipped":
             self.outcome[report.nodeid] = "skipped"
-            place = report.longrepr
-            self.skip_reasons[str(place[2]) if isinstance(place, tuple) else str(place)] += 1
+            self._skipped(report)
 
-    def files(self) -> dict[str, dict[str, int]]:
-        counts: dict[str, dict[str, int]] = {}
-        for test, outcome in self.outcome.items():
-            counts.setdefault(test.split("::")[0], dict.fromkeys(OUTCOMES, 0))[outcome] += 1
-        return dict(sorted(counts.items()))
+    def files(self) -> dict[str, File]:
+        """What is known of each file of which a test ran."""
+        made: dict[str, File] = {}
+        for test, outcome in sorted(self.outcome.items()):
+            name = file_of(test)
+            if name not in made:
+                missing = sum(file_of(one) == name and one not in self.outcome for one in self.every)
+                counts = dict.fromkeys(OUTCOMES, 0)
+                made[name] = {"counts": counts, "skip_reasons": dict(self.skip_reasons[name]),
+                              "missing": missing, "hash": blob_hash(ROOT / name)}  # fmt: skip
+            made[name]["counts"][outcome] += 1
+        return made
+
+
+def file_of(test: str) -> str:
+    return test.split("::")[0]
+
+
+def blob_hash(path: Path) -> str:
+    """git's hash of a file."""
+    text = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0%s" % (len(text), text)).hexdigest()
+
+
+def summary(files: dict[str, File]) -> dict[str, Any]:
+    """{files: {passed, failed, skipped} by file, skip_reasons}."""
+    reasons: collections.Counter[str] = collections.Counter()
+    for file in files.values():
+        reasons.update(file["skip_reasons"])
+    return {"files": {name: file["counts"] for name, file in files.items()}, "skip_reasons": dict(reasons)}
+
+
+def join(parts: list[dict[str, Any]], every: set[str]) -> dict[str, Any]:
+    """One record of parts, oldest first. SystemExit(3) unless they make up a complete run of one build."""
+    troubles = []
+    for what in ("gpu", "driver", "cuda", "torch", "trees"):
+        if any(part.get(what) != parts[0].get(what) for part in parts):
+            troubles.append(f"{what} differs: {', '.join(str(part.get(what)) for part in parts)}")
+    files: dict[str, File] = {}
+    for part in parts:
+        files |= {name: file for name, file in part.get("parts", {}).items() if not file["missing"]}
+    for name, count in sorted(collections.Counter(map(file_of, every)).items()):
+        if name not in files:
+            troubles.append(f"{name}: no part has all of its {count} tests")
+        elif sum(files[name]["counts"].values()) != count or files[name]["hash"] != blob_hash(ROOT / name):
+            troubles.append(f"{name}: has changed since its tests ran")
+    if troubles:
+        print("gpu-test: --join: " + "; ".join(troubles), file=sys.stderr)
+        raise SystemExit(3)
+    facts = {name: value for name, value in parts[-1].items() if name not in ("incomplete", "parts")}
+    return facts | summary(dict(sorted(files.items())))
 
 
 def every_test() -> set[str]:
@@ -106,9 +162,7 @@ def git_tree(folder: Path) -> str | None:
         if path.name in ("__pycache__", ".mypy_cache", ".ruff_cache") or path.suffix == ".so":
             continue
         if not path.is_dir():
-            text = path.read_bytes()
-            digest = hashlib.sha1(b"blob %d\0%s" % (len(text), text)).digest()
-            entries.append((path.name.encode(), b"100644", digest))
+            entries.append((path.name.encode(), b"100644", bytes.fromhex(blob_hash(path))))
         elif tree := git_tree(path):
             entries.append((path.name.encode() + b"/", b"40000", bytes.fromhex(tree)))
     entries.sort()
@@ -163,12 +217,24 @@ def facts() -> dict[str, object]:
     }
 
 
+def write(output: Path, record: dict[str, Any]) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(output.name + ".new")
+    temporary.write_text(json.dumps(record, indent=2) + "\n")
+    temporary.replace(output)
+    print(f"wrote {output}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, help=f"default: {RECORD.relative_to(ROOT)}")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="PART", help="records of parts, oldest first")
     options, selection = parser.parse_known_args()
-    record = facts()
     output = options.output or RECORD
+    if options.join:
+        write(output, join([json.loads(part.read_text()) for part in options.join], every_test()))
+        return 0
+    record = facts()
     recorder = Recorder(every_test(), output)
     status = pytest.main(
         [str(TESTS), f"--rootdir={ROOT}", "--continue-on-collection-errors", *selection], plugins=[recorder]
@@ -177,14 +243,11 @@ def main() -> int:
     if lacks and not options.output:
         print(f"gpu-test: {lacks}, so nothing is recorded (--output FILE records a part)")
         return int(status)
-    record |= {"files": recorder.files(), "skip_reasons": dict(recorder.skip_reasons)}
+    files = recorder.files()
+    record |= summary(files)
     if lacks:
-        record["incomplete"] = lacks
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(output.name + ".new")
-    temporary.write_text(json.dumps(record, indent=2) + "\n")
-    temporary.replace(output)
-    print(f"wrote {output}")
+        record |= {"incomplete": lacks, "parts": files}
+    write(output, record)
     return int(status)
 
 

@@ -142,7 +142,11 @@ def gpu_run(tmp_path):
             command, cwd=tmp_path, env=os.environ | environment, text=True, capture_output=True, timeout=120
         )
         assert not list(tmp_path.rglob("*.new"))
-        return done.returncode, done.stdout, json.loads(output.read_text()) if output.exists() else None
+        return (
+            done.returncode,
+            done.stdout + done.stderr,
+            json.loads(output.read_text()) if output.exists() else None,
+        )
 
     return run
 
@@ -243,6 +247,47 @@ def test_gpu_record_counts_what_could_not_be_collected(gpu_run):
     assert gpu_run(files)[2]["files"]["tests/test_c.py"] == {"passed": 0, "failed": 1, "skipped": 0}
     _, output, record = gpu_run(files, "-k", "not two")
     assert record == EARLIER and "2 of 3 tests ran" in output
+
+
+SKIPS = "import pytest\ndef test_four(): pytest.skip('needs NVLink')\n"
+
+
+@pytest.fixture
+def parts(gpu_run, tmp_path):
+    """Records of a run without test_two and of one of test_a.py alone."""
+    made = [tmp_path / f"{name}.json" for name in ("one", "two")]
+    for part, words in zip(made, (("-k", "not two"), ("-k", "test_a")), strict=True):
+        status, _, record = gpu_run(
+            TWO_FILES | {"test_c.py": SKIPS}, *words, "--output", str(part), output=part
+        )
+        assert status == 0 and "incomplete" in record
+    return [str(part) for part in made]
+
+
+def test_gpu_records_of_parts_are_joined(gpu_run, parts):
+    status, _, record = gpu_run({}, "--join", *parts)
+    assert status == 0 and list(record) == ["date", "trees", "files", "skip_reasons"]
+    assert record["files"] == {
+        "tests/test_a.py": {"passed": 2, "failed": 0, "skipped": 0},
+        "tests/test_b.py": {"passed": 1, "failed": 0, "skipped": 0},
+        "tests/test_c.py": {"passed": 0, "failed": 0, "skipped": 1},
+    }
+    assert record["skip_reasons"] == {"Skipped: needs NVLink": 1}
+
+
+def test_gpu_records_that_do_not_make_up_a_run_are_not_joined(gpu_run, parts, tmp_path):
+    def said(files, *joined):
+        status, output, record = gpu_run(files, "--join", *joined)
+        assert status == 3 and record == EARLIER
+        return output
+
+    assert "test_a.py: no part has all of its 2 tests" in said({}, parts[0])
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(json.loads(Path(parts[1]).read_text()) | {"trees": {"csrc": "0"}}))
+    assert "trees differs: {}, {'csrc': '0'}" in said({}, parts[0], str(other))
+    assert "test_b.py: has changed" in said({"test_b.py": "def test_three(): assert 1\n"}, *parts)
+    assert "test_b.py: has changed" in said({"test_b.py": TWO_FILES["test_b.py"] * 2}, *parts)
+    assert "test_d.py: no part has all" in said(TWO_FILES | {"test_d.py": "def test_five(): pass\n"}, *parts)
 
 
 def git(repo: Path, *arguments: str) -> str:
