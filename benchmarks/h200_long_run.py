@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from megatron_mok.bench import training  # noqa: E402
-from megatron_mok.bench.ab import last_lines, read_metrics  # noqa: E402
+from megatron_mok.bench.ab import last_lines, read_metrics, stop  # noqa: E402
 from megatron_mok.bench.telemetry import open_nvml  # noqa: E402
 
 GPU = torch.cuda.is_available()
@@ -63,7 +63,8 @@ def inside(file: Path, script: list[str]) -> None:
 
     from megatron_mok import launch
 
-    # Bits repeat only where the rest of the model repeats them.
+    # Bits repeat only where the rest of the model repeats them. warn_only: an operator that cannot does not
+    # end the run. Attention could, but not with warn_only: hence --deterministic-sdpa in train().
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     # It only logs how much memory a save takes, and needs psutil for it.
@@ -105,7 +106,7 @@ def train(
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
         *(__file__, "--inside", str(memory), str(ROOT / "examples" / "pretrain.py")),
-        *shlex.split(f"{training.TRAINING} {training.LOCAL} {device}"),
+        *shlex.split(f"{training.TRAINING} {training.LOCAL} {device} --deterministic-sdpa"),
         *training.model_flags("tiny"),
         *shlex.split(BATCH),
         *("--data-path", str(data), "--data-cache-path", str(folder / "cache")),
@@ -120,12 +121,15 @@ def train(
         environment["CUDA_VISIBLE_DEVICES"] = ""
     began = time.monotonic()
     with log.open("w") as out:
-        try:
-            code = subprocess.run(
-                command, stdout=out, stderr=subprocess.STDOUT, env=environment, timeout=timeout_s
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = f"none, stopped after {timeout_s:.0f} s"
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+    code: int | str
+    try:
+        code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        code = f"none, stopped after {timeout_s:.0f} s"
+    finally:
+        if process.poll() is None:
+            stop(process)  # torchrun with its workers
     rows = read_metrics(metrics)
     if code or not rows:
         raise RuntimeError(f"{name}: exit code {code}, {len(rows)} steps\n{last_lines(log)}")
@@ -249,6 +253,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000, help="steps of `memory` (2000)")
     parser.add_argument("--runs", type=Path, default=Path("runs/h200-long-run"), help="logs, checkpoints")
     options = parser.parse_args()
+    if options.steps < 2 * EVERY:
+        parser.error(f"--steps: got {options.steps}, need at least {2 * EVERY}: two readings of memory")
     folder = options.runs.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     for made in ("cache", "mok", "mok-again", "alltoall"):  # a cache knows the path of a text, not the text

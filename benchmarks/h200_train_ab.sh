@@ -18,9 +18,24 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${STEPS:=200}" "${SEQUENTIAL_STEPS:=$STEPS}" "${PARTS:=te sequential noise}" "${EXPERTS:=32}" "${MICRO_BATCH:=8}"
 : "${SEQ:=4096}" "${MODEL:=benchmarks/h200_train_ab.json}" "${TIMEOUT:=900}" "${PYTHON:=python3}" "${EXTRA:=}"
 : "${RESULTS:=benchmarks/results}" "${REPORTS:=benchmarks/reports}" "${RUNS:=runs/h200-train-ab}"
+: "${COMMIT:=$(git rev-parse HEAD 2>/dev/null || true)}"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 rm -rf "$RUNS/cache" # of sample indices, which know the path of a data set but not what is in it
 mkdir -p "$RESULTS" "$REPORTS" "$RUNS"
+
+if [[ " $PARTS " == *" noise "* && " $PARTS " != *" te "* ]]; then # before it trains
+    "$PYTHON" - "$RESULTS/h200-train-ab.json" "$STEPS" <<'PYTHON'
+import json, sys
+from pathlib import Path
+
+path, steps = Path(sys.argv[1]), int(sys.argv[2])
+there = len(json.loads(path.read_text())["a"]["losses"]) if path.exists() else None
+if there is None:
+    sys.exit(f'PARTS=noise: got no {path}, need it: what `te` leaves; remedy: PARTS="te noise"')
+if there != steps:
+    sys.exit(f'STEPS: got {steps}, need {there}, those of {path}; remedy: STEPS={there}, or PARTS="te noise"')
+PYTHON
+fi
 
 "$PYTHON" examples/prepare_data.py --output runs/data/stdlib
 words=$("$PYTHON" -c 'import sys
@@ -45,6 +60,7 @@ compare() { # STEPS NAME FLAGS...
     local steps=$1 name=$2
     shift 2
     "$PYTHON" -m megatron_mok.cli ab --baseline alltoall --steps "$steps" --no-repeat --timeout "$TIMEOUT" \
+        --commit "$COMMIT" \
         --runs "$RUNS/$name" --json "$RESULTS/$name.json" --plot "$REPORTS/$name.png" \
         -- "${train[@]}" "${flags[@]}" "$@"
 }
@@ -58,15 +74,18 @@ for part in $PARTS; do
     noise)
         metrics=$RUNS/noise.jsonl
         rm -f "$metrics"
-        PYTHONPATH=examples/without_apex:$PYTHONPATH timeout --foreground "$TIMEOUT" "${train[@]}" -m megatron_mok.launch \
-            "${flags[@]}" "${te[@]}" --moe-token-dispatcher-type alltoall --train-iters "$STEPS" \
-            --log-interval 1 --metrics-file "$metrics" >"$RUNS/noise.log" 2>&1 || { tail -30 "$RUNS/noise.log"; exit 1; }
-        "$PYTHON" - "$metrics" "$RESULTS" <<'PYTHON'
+        noise=("${train[@]}" -m megatron_mok.launch "${flags[@]}" "${te[@]}" --moe-token-dispatcher-type alltoall
+            --train-iters "$STEPS" --log-interval 1 --metrics-file "$metrics")
+        PYTHONPATH=examples/without_apex:$PYTHONPATH timeout --foreground "$TIMEOUT" "${noise[@]}" \
+            >"$RUNS/noise.log" 2>&1 || { tail -30 "$RUNS/noise.log"; exit 1; }
+        "$PYTHON" - "$metrics" "$RESULTS" "$COMMIT" "${noise[@]}" <<'PYTHON'
 import json, sys
 from pathlib import Path
 
+from megatron_mok.cli.ab import facts
+
 rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-folder = Path(sys.argv[2])
+folder, made = Path(sys.argv[2]), {"facts": facts(sys.argv[4:], sys.argv[3])}
 pair = json.loads((folder / "h200-train-ab.json").read_text())
 other = {"losses": [row["loss"] for row in rows], "grad_norms": [row["grad_norm"] for row in rows]}
 
@@ -85,24 +104,28 @@ found = {
     "from_mok": differences(pair["b"], other),
     "mok_from_alltoall": differences(pair["b"], pair["a"]),
 }
-(folder / "h200-train-ab-noise.json").write_text(json.dumps(other | found, indent=1) + "\n")
+(folder / "h200-train-ab-noise.json").write_text(json.dumps(made | other | found, indent=1) + "\n")
 print("alltoall in another order, from alltoall:", found["from_alltoall"], "from mok:", found["from_mok"])
 print("mok from alltoall:", found["mok_from_alltoall"])
 PYTHON
         ;;
     profile)
         for dispatcher in alltoall mok; do
-            PYTHONPATH=examples/without_apex:$PYTHONPATH timeout --foreground "$TIMEOUT" "${train[@]}" \
-                -m megatron_mok.bench.profile "$RUNS/profile-$dispatcher.json" 6 8 "${flags[@]}" "${te[@]}" \
-                --moe-permute-fusion --moe-token-dispatcher-type "$dispatcher" --train-iters 9 --log-interval 1 \
+            profiled=("${train[@]}" -m megatron_mok.bench.profile "$RUNS/profile-$dispatcher.json" 6 8 "${flags[@]}"
+                "${te[@]}" --moe-permute-fusion --train-iters 9 --log-interval 1
+                --moe-token-dispatcher-type "$dispatcher")
+            PYTHONPATH=examples/without_apex:$PYTHONPATH timeout --foreground "$TIMEOUT" "${profiled[@]}" \
                 >"$RUNS/profile-$dispatcher.log" 2>&1 || { tail -30 "$RUNS/profile-$dispatcher.log"; exit 1; }
         done
-        "$PYTHON" - "$RUNS" "$RESULTS/h200-profile.json" <<'PYTHON'
+        "$PYTHON" - "$RUNS" "$RESULTS/h200-profile.json" "$COMMIT" "${profiled[@]}" <<'PYTHON'
 import json, sys
 from pathlib import Path
 
+from megatron_mok.cli.ab import facts
+
 sides = {side: json.loads(Path(sys.argv[1], f"profile-{side}.json").read_text()) for side in ("alltoall", "mok")}
-Path(sys.argv[2]).write_text(json.dumps(sides, indent=1) + "\n")
+made = {"facts": facts(sys.argv[4:], sys.argv[3])}
+Path(sys.argv[2]).write_text(json.dumps(made | sides, indent=1) + "\n")
 for side, found in sides.items():
     moe = found["moe"]
     print(f"{side}: step {found['step_ms']:.1f} ms, idle {found['idle_fraction']:.1%}, MoE layers {moe['share']:.1%} "

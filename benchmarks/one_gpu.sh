@@ -3,6 +3,7 @@
 #   tests    make gpu-test, into $RESULTS/gpu-tests.json; complete where megatron-core and Transformer Engine are on
 #            PYTHONPATH, else their tests are skipped with that reason                                     about 400 s
 #   layer    the layer benchmark of README, into $RESULTS/h200-layer.json                                        100 s
+#   whole    Megatron's whole MoE layer at A to D, alltoall with TEGroupedMLP against mok                         60 s
 #   train    200 steps at size: alltoall with TEGroupedMLP against mok, and alltoall in another order            320 s
 #   local    20 steps of the same in Megatron's local implementation, SequentialMLP against mok                  120 s
 #   profile  where the GPU's time of steps 6 to 8 of that training goes, both sides                              120 s
@@ -12,7 +13,7 @@
 # says which.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-: "${PARTS:=tests layer train local profile long multi}" "${PYTHON:=python3}"
+: "${PARTS:=tests layer whole train local profile long multi}" "${PYTHON:=python3}"
 : "${RESULTS:=benchmarks/results}" "${REPORTS:=benchmarks/reports}" "${RUNS:=runs/one-gpu}"
 : "${COMMIT:=$(git rev-parse HEAD 2>/dev/null || true)}"
 export PYTHON RESULTS REPORTS COMMIT
@@ -34,13 +35,15 @@ for part in $PARTS; do
     case $part in
     tests) run tests 560 "$PYTHON" tools/gpu_test.py --output "$RESULTS/gpu-tests.json" -q ;;
     layer) run layer 180 bash -c layers ;;
+    whole) run whole 180 "$PYTHON" benchmarks/whole_layer.py --shape A B C D --commit "$COMMIT" \
+        --json "$RESULTS/h200-whole-layer.json" ;;
     train) run train 480 env PARTS="te noise" STEPS=200 "${train[@]}" ;;
     local) run local 300 env PARTS=sequential SEQUENTIAL_STEPS=20 "${train[@]}" ;;
     profile) run profile 300 env PARTS=profile "${train[@]}" ;;
     long) run long 570 "$PYTHON" benchmarks/h200_long_run.py --json "$RESULTS/h200-long-run.json" --runs "$RUNS/long" ;;
     multi) run multi 530 env GPUS=1 RUNS="$RUNS/multi" STEPS=10 PARTS="layer bandwidth train killed report" \
         SHAPES="A C" bash benchmarks/multi_gpu.sh ;;
-    *) echo "one_gpu.sh: PARTS: got $part, need some of tests layer train local profile long multi" >&2 && exit 2 ;;
+    *) echo "one_gpu.sh: PARTS: got $part, need some of tests layer whole train local profile long multi" >&2 && exit 2 ;;
     esac
 done
 printf '%-8s %-40s %6s s\n' "${outcomes[@]}"

@@ -9,7 +9,8 @@ Legend: S sequence, B batch, N heads here, D size of a head of queries and keys,
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class SdpaCoreAttention(MegatronModule):
 
     ConfigError, listing every offender, for settings (here) or arguments (forward) that it does not honour.
     """
+
+    attend: Callable[..., torch.Tensor] = staticmethod(torch.nn.functional.scaled_dot_product_attention)
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class SdpaCoreAttention(MegatronModule):
         # As in DotProductAttention: heads are split over tensor-parallel ranks, each draws its own numbers.
         own = dropout > 0 and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if own else nullcontext():
-            out = torch.nn.functional.scaled_dot_product_attention(
+            out = self.attend(
                 query.permute(1, 2, 0, 3),
                 key.permute(1, 2, 0, 3),
                 value.permute(1, 2, 0, 3),
@@ -93,15 +96,64 @@ class SdpaCoreAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """torch's deterministic algorithms meanwhile, not warn_only; then as before."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+class _Deterministic(torch.autograd.Function):
+    """scaled_dot_product_attention whose gradients repeat bit for bit.
+
+    On a GPU its fused kernels add up gradients in no fixed order. Under torch's deterministic algorithms
+    flash and memory-efficient attention add in a fixed one and cuDNN's is not chosen, but none of that with
+    warn_only. So they are set strictly in forward, which chooses the kernel, and in backward, and only there:
+    a whole training would end at the first operator that has no such algorithm. The math back end needs no
+    setting but S*S scores a head in fp32: 2 GiB a tensor at S = 4096 and 32 heads in the batch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, settings: dict[str, Any], *tensors: torch.Tensor) -> torch.Tensor:
+        query, key, value = inputs = [t.detach().requires_grad_() for t in tensors]
+        with torch.enable_grad(), _deterministic():
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value, **settings)
+        ctx.graph = out, inputs
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        out, inputs = ctx.graph
+        del ctx.graph  # as saved tensors: gone once they are used
+        with _deterministic():
+            return None, *torch.autograd.grad(out, inputs, grads)
+
+
+class DeterministicSdpaCoreAttention(SdpaCoreAttention):
+    """The same bits in every run, forward and backward."""
+
+    @staticmethod
+    def attend(*tensors: torch.Tensor, **settings: Any) -> torch.Tensor:
+        return _Deterministic.apply(settings, *tensors)
+
+
 def _refuse(*problems: Problem) -> None:
     if problems:
         raise ConfigError(problems, where=WHERE)
 
 
-def serve_mla(config: Any, block_spec: Any, mtp_spec: Any = None, always: bool = False) -> bool:
+def serve_mla(
+    config: Any, block_spec: Any, mtp_spec: Any = None, always: bool = False, deterministic: bool = False
+) -> bool:
     """Put SdpaCoreAttention into the specs' layers where Megatron's own cannot serve MLA; whether it did.
 
-    always: in place of any other core attention too, Transformer Engine's for instance.
+    always: in place of any other core attention too, Transformer Engine's for instance. deterministic: the
+    one whose gradients repeat bit for bit.
     """
     able = "k_channels" in inspect.signature(DotProductAttention).parameters
     if not config.multi_latent_attention or (able and not always):
@@ -110,8 +162,8 @@ def serve_mla(config: Any, block_spec: Any, mtp_spec: Any = None, always: bool =
     if mtp_spec is not None:
         layers += [layer.submodules.mtp_model_layer for layer in mtp_spec.layer_specs]
     attentions = [layer.submodules.self_attention.submodules for layer in layers]
-    ours = (DotProductAttention, SdpaCoreAttention)
-    served = [a for a in attentions if always or a.core_attention in ours]
+    ours = DeterministicSdpaCoreAttention if deterministic else SdpaCoreAttention
+    served = [a for a in attentions if always or a.core_attention in (DotProductAttention, ours)]
     for attention in served:  # layers may share these
-        attention.core_attention = SdpaCoreAttention
+        attention.core_attention = ours
     return bool(served)

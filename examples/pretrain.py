@@ -4,8 +4,9 @@
         MEGATRON_FLAGS --moe-token-dispatcher-type mok
 
 Nothing below knows the dispatcher: the launcher registers it; without the launcher this is a stock run.
-Two flags are added: --metrics-file, a JSON line for each step with its loss, gradient norm and time; --sdpa,
-torch's core attention for MLA with Transformer Engine's layers too.
+Three flags are added: --metrics-file, a JSON line for each step with its loss, gradient norm and time;
+--sdpa, torch's core attention for MLA with Transformer Engine's layers too; --deterministic-sdpa, the same
+with gradients that repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ def model_provider(
         mtp_spec = get_gpt_mtp_block_spec(
             config, layer_spec, use_transformer_engine=transformer_engine, vp_stage=vp_stage
         )
-    if serve_mla(config, block_spec, mtp_spec, always=args.sdpa):
-        why = "--sdpa" if args.sdpa else "Megatron's local DotProductAttention takes one head size"
+    asked = "--deterministic-sdpa" if args.deterministic_sdpa else "--sdpa" if args.sdpa else None
+    if serve_mla(config, block_spec, mtp_spec, bool(asked), args.deterministic_sdpa):
+        why = asked or "Megatron's local DotProductAttention takes one head size"
         print_rank_0(f"attention: MLA on torch's scaled_dot_product_attention (examples/attention.py): {why}")
     return GPTModel(
         config=config,
@@ -206,6 +208,9 @@ def record_metrics(path: Path) -> None:
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--metrics-file", type=Path, help="append a JSON line for each step to this file")
     parser.add_argument("--sdpa", action="store_true", help="MLA on torch's attention in any implementation")
+    parser.add_argument(
+        "--deterministic-sdpa", action="store_true", help="--sdpa whose gradients repeat bit for bit; slower"
+    )
     return parser
 
 

@@ -6,7 +6,8 @@
 Every rank brings T tokens and holds E/R experts. Times are the slowest rank's of each call. Routing `local`
 sends every token to experts of its own rank, in the same numbers: what that saves is communication that did
 not hide. --bandwidth times layers with so little arithmetic that transfers bound them, for sizes of messages
-and numbers of communication SMs, beside torch's all-to-all of the same rows. A peer that cannot take part is
+and numbers of SMs whose spare warps move rows (comm_sms), beside torch's all-to-all of the same rows: whole
+passes, never dispatch or combine alone, which are parts of one kernel. A peer that cannot take part is
 named with the reason. Without a GPU everything runs on the CPU back end over gloo, to see that it works.
 """
 
@@ -30,6 +31,7 @@ from megatron_mok.bench.across import PEERS, ROUTINGS, AllToAll, MokAcross, abse
 from megatron_mok.bench.cases import PASSES, Shape
 from megatron_mok.bench.implementations import Implementation
 from megatron_mok.bench.layer import Clock, CudaClock, Dense, HostClock, append, relative_error, table
+from megatron_mok.cli.machine import Machine
 from megatron_mok.config import MokConfig
 
 TRANSFERS = {"fwd_nograd": 2, "fwd": 2, "bwd": 3, "bwd_acc32": 3}  # x, y; x, dy, dx
@@ -156,8 +158,8 @@ class Bench:
         self.add([{"impl": peer, "absent": why}])
 
     def bandwidth(self, hidden: int, tokens: int, comm_sms: Sequence[int], seed: int = 0) -> None:
-        """Forward and backward of a layer that transfers bound, for each number of communication SMs (0: the
-        kernels' choice), remote and local; and one all-to-all of its rows. Records {hidden, tokens, comm_sms,
+        """Forward and backward of a layer that transfers bound, for each number of SMs that move rows (0:
+        all), remote and local; and one all-to-all of its rows. Records {hidden, tokens, comm_sms,
         pass (fwd, bwd, transfer), impl, ms, local_ms, received_gbps}.
         """
         shape = Shape(tokens, hidden, INTERMEDIATE, LOCAL_EXPERTS * self.ranks, 1)
@@ -219,7 +221,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--tokens", type=int, nargs="+", default=[512, 4096, 32768], help="of --bandwidth, a rank")
     p.add_argument(
-        "--comm-sms", type=int, nargs="+", default=[0, 4, 8, 16, 32], help="of --bandwidth; 0: default"
+        "--comm-sms", type=int, nargs="+", default=[0, 4, 8, 16, 32], help="of --bandwidth; 0: all"
     )
     p.add_argument(
         "--shared-device", action="store_true", help="ranks on one GPU: for function, not for time"
@@ -262,7 +264,8 @@ def main(argv: list[str]) -> int:
     dist.init_process_group("gloo" if args.shared_device or not cuda else "nccl", timeout=GROUP_TIMEOUT)
     facts = {
         "commit": args.commit, "gpu": torch.cuda.get_device_name() if cuda else "none",
-        "driver": "", "cuda": torch.version.cuda, "torch": torch.__version__,
+        "driver": Machine().driver() if cuda and env.integer("RANK") == 0 else None,  # rank 0 writes
+        "cuda": torch.version.cuda, "torch": torch.__version__,
     }  # fmt: skip
     config = MokConfig(shared_device=args.shared_device)
     try:

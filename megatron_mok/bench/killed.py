@@ -4,7 +4,8 @@
 
 The training is that of `mok ab` (see bench.training). The last rank gets SIGKILL once step --at has been
 logged. --like: the JSON of `mok ab` over the same training; the losses up to then must be those of its side
-b, bit for bit. Exit code: 0 as it must be, 1 not, 2 the training cannot be made.
+b, bit for bit; on GPUs the rest of the training has to repeat them too, so where attention is torch's both
+need --deterministic-sdpa. Exit code: 0 as it must be, 1 not, 2 the training cannot be made.
 """
 
 from __future__ import annotations

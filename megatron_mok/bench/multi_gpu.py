@@ -24,7 +24,9 @@ LAYER = f"""GB/s in: what a rank receives, over the whole pass; NVLink gives {NV
 Exposed: the time less that of local routing, where all rows stay on their rank. Not hidden: the exposed share
 of what the transfers take at {NVLINK_GBPS} GB/s."""
 TRANSFERS = """Layers with I = 128 and K = 1, which transfers bound: two into a rank forward, three backward.
-Local: the time of the same layer without transfers."""
+GB/s in is what a rank receives over the whole pass: dispatch, the little arithmetic and combine are one
+kernel, and neither dispatch nor combine was timed alone. SMs: how many let their spare warps move rows
+(comm_sms); none is set aside for it. Local: the time of the same layer without transfers."""
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -104,18 +106,18 @@ class Layers:
 
 
 def transfers(records: list[Record]) -> str:
-    header = ["bytes a row", "tokens a rank", "pass", "comm SMs", "ms", "GB/s in", f"of {NVLINK_GBPS}"]
+    header = ["bytes a row", "tokens a rank", "pass", "SMs that move rows", "ms", "GB/s in"]
     rows = []
     for r in records:
         mok, rate = r["impl"] == "mok", r["received_gbps"]
         which = f"mok {r['pass']}" if mok else f"{r['impl']}, the rows once"
-        row = [r["hidden"] * 2, r["tokens"], which, (r["comm_sms"] or "default") if mok else "-"]
+        row = [r["hidden"] * 2, r["tokens"], which, (r["comm_sms"] or "all") if mok else "-"]
         row += [number(r["ms"], 4), rate, number(rate / NVLINK_GBPS)]
         rows.append([*row, number(r.get("local_ms"), 4)])
-    return markdown([*header, "local, ms"], rows)
+    return markdown([*header, f"of {NVLINK_GBPS}", "local, ms"], rows)
 
 
-def trainings(results: Iterable[Record]) -> str:
+def trainings(results: list[Record]) -> str:
     header = ["other", "steps", "its step, ms", "mok step, ms", "speed-up", "max loss difference"]
     rows = []
     for r in results:
@@ -123,7 +125,11 @@ def trainings(results: Iterable[Record]) -> str:
         row = [r["a"]["dispatcher"], len(r["b"]["losses"]), *steps]
         apart = r["max_abs_loss_diff"]
         rows.append([*row, number(r["speedup"]), "-" if apart is None else f"{apart:.3g}"])
-    return markdown(header, rows)
+    keys = ("gpu", "commit", "torch", "megatron-core", "transformer-engine")
+    made = dict.fromkeys(
+        ", ".join(f"{key} {r['facts'][key] or 'none'}" for key in keys) for r in results if "facts" in r
+    )
+    return "\n\n".join([markdown(header, rows), *made])
 
 
 def death(r: Record) -> str:
@@ -147,14 +153,15 @@ def report(folder: Path, name: str) -> str:
     layers, bandwidth, killed = Layers(load("layer") or []), load("bandwidth"), load("killed")
     runs = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-train-ab*.json"))]
     facts: Record = next(iter(layers.records or bandwidth or []), {})
-    on = f"{facts.get('gpu')}, torch {facts.get('torch')}, commit {facts.get('commit') or 'not said'}"
+    on = f"{facts.get('gpu')}, driver {facts.get('driver')}, torch {facts.get('torch')}, "
+    on += f"commit {facts.get('commit') or 'not said'}"
     dry = "\n\nA dry run on the CPU: it shows that the commands hold, and its figures mean nothing."
     parts = [
         f"# Several GPUs: {name}",
         f"`benchmarks/multi_gpu.sh`, {facts.get('date')}: {on}. Each time is the median over calls of the "
         f"slowest rank's.{dry if facts.get('gpu') == 'none' else ''}",
         "## What ran",
-        markdown(["part", "outcome", "s"], load("parts") or []),
+        markdown(["part", "outcome", "s", "date", "commit"], load("parts") or []),
         "## Targets",
         layers.targets(),
         "## One layer",

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
+from megatron_mok import __version__
 from megatron_mok.bench import ab, training
 from megatron_mok.bench.baselines import BASELINES, MOK_FLAGS
+from megatron_mok.cli.bench import git_head
+from megatron_mok.cli.machine import Machine
 
 USAGE = (
     "mok ab --baseline NAME [--steps N] [--config F] [--json F] [--plot F] [-- torchrun and training args]"
@@ -28,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
         "--config", default="tiny", metavar="F", help="model: a file or a name in configs/models (tiny)"
     )
     p.add_argument("--json", type=Path, metavar="F", help="write the result there")
+    p.add_argument("--commit", help="of megatron_mok, for the result; default: git's HEAD")
     p.add_argument(
         "--plot", type=Path, metavar="F", help="draw losses, differences and step times there (PNG)"
     )
@@ -39,6 +46,29 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--timeout", type=float, default=1800, metavar="S", help="longest time of one run (1800)")
     p.add_argument("--runs", type=Path, default=Path("runs/ab"), metavar="D", help="logs, metrics (runs/ab)")
     return p
+
+
+def facts(command: list[str], commit: str | None = None) -> dict[str, Any]:
+    """What a training's figures say little without; None for what this machine lacks or does not tell.
+
+    command: kept as one types it in this folder. commit: git's HEAD where none is given. gpu: the first one.
+    """
+    import torch
+
+    machine = Machine()
+    gpus = machine.smi()
+    words = ["python" if word == sys.executable else word for word in command]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit or git_head(),
+        "command": shlex.join(words).replace(f"{Path.cwd()}/", ""),
+        "gpu": gpus[0]["name"] if gpus else None,
+        "driver": machine.driver(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "megatron_mok": __version__,
+        **{name: machine.distribution(name) for name in ("megatron-core", "transformer-engine")},
+    }
 
 
 def run(argv: list[str]) -> int:
@@ -71,6 +101,9 @@ def run(argv: list[str]) -> int:
     except ab.RunFailed as e:
         print(f"mok ab: {e}", file=sys.stderr)
         return 1
+    command = [*job.launcher, *ab.LAUNCH, job.script, *job.args, "--train-iters", str(args.steps)]
+    flags = {"a": shlex.join(baseline.flags), "b": shlex.join(MOK_FLAGS)}
+    result = {"facts": {**facts(command, args.commit), "flags": flags}, **result}
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")

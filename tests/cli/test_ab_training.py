@@ -1,9 +1,15 @@
 """mok ab for real: tiny model, real text, two expert-parallel ranks over gloo; and its command line."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_mok import cli
 from megatron_mok.bench import killed, training
@@ -29,7 +35,7 @@ def test_mok_against_alltoall(tmp_path, monkeypatch, capfd):
         "--timeout",
         "300",
     ]
-    argv += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "ab.png")]
+    argv += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "ab.png"), "--commit", "abc"]
     assert cli.main([*argv, "--", *SMALL]) == 0, capfd.readouterr().err
     result = json.loads(out.read_text())
     a, b = result["a"], result["b"]
@@ -46,11 +52,46 @@ def test_mok_against_alltoall(tmp_path, monkeypatch, capfd):
             2 * 64 / side["step_ms_median"] * 1e3 / 2, rel=0.5
         )
         assert side["energy_j_per_step"] is None and side["peak_memory_bytes"] is None
+    facts = result["facts"]
+    assert (facts["commit"], facts["flags"]["b"]) == ("abc", "--moe-token-dispatcher-type mok")
+    assert facts["torch"] == torch.__version__ and facts["megatron-core"] == metadata.version("megatron-core")
+    assert "examples/pretrain.py" in facts["command"] and "--num-layers 2" in facts["command"]
+    assert facts["command"].endswith("--train-iters 4") and sys.executable not in facts["command"]
     assert (tmp_path / "ab.png").stat().st_size > 1000
     assert "speedup (a / b step time)" in capfd.readouterr().out
 
 
+def test_facts_of_a_gpu(monkeypatch):
+    gpus = [{"name": "NVIDIA H200", "driver": "580.159.04"}]
+    monkeypatch.setattr(command.Machine, "smi", lambda self: gpus)
+    words = [sys.executable, "-m", "x", str(Path.cwd() / "examples" / "a b.py")]
+    found = command.facts(words, "abc")
+    assert (found["gpu"], found["driver"], found["commit"]) == ("NVIDIA H200", "580.159.04", "abc")
+    assert found["command"] == "python -m x 'examples/a b.py'"
+
+
 # ---- what is refused, and the command that is made
+
+
+@pytest.mark.parametrize(
+    "steps, said",
+    [
+        (None, "got no .*, need it: what `te` leaves"),
+        (2, 'STEPS: got 3, need 2, .*remedy: STEPS=2, or PARTS="te'),
+    ],
+)
+def test_noise_needs_as_many_steps_as_what_it_is_compared_with(tmp_path, steps, said):
+    if steps:
+        (tmp_path / "h200-train-ab.json").write_text(json.dumps({"a": {"losses": [1.0] * steps}}))
+    into = {name: str(tmp_path) for name in ("RESULTS", "REPORTS", "RUNS")}
+    done = subprocess.run(
+        ["bash", "benchmarks/h200_train_ab.sh"],
+        cwd=training.CHECKOUT,
+        env={**os.environ, **into, "PYTHON": sys.executable, "PARTS": "noise", "STEPS": "3"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and re.search(said, done.stderr) and "Traceback" not in done.stderr
 
 
 def refused(argv, capsys):

@@ -88,6 +88,19 @@ def test_report_has_what_there_is_and_names_the_rest(dry):
     assert text.count(multi_gpu.NOT_RUN) == 2  # training, and the worker that is killed
 
 
+def test_report_keeps_the_parts_of_earlier_calls(dry):
+    """And says of trainings what they were."""
+    a, b = {"dispatcher": "alltoall", "step_ms_median": 2.0}, {"losses": [1.0], "step_ms_median": 1.0}
+    facts = {"gpu": None, **dict.fromkeys(("commit", "torch", "megatron-core", "transformer-engine"), "x")}
+    made = {"a": a, "b": b, "facts": facts}
+    made |= {"max_abs_loss_diff": 0.0, "speedup": 2.0}
+    (dry[1] / "dry-x2-train-ab.json").write_text(json.dumps(made))
+    into = {name: str(dry[1]) for name in ("RESULTS", "REPORTS", "RUNS")}
+    assert script(DRY="1", PARTS="report", COMMIT="def", **into).returncode == 0
+    text = (dry[1] / "dry-x2.md").read_text()
+    assert "| layer, 2 ranks | done |" in text and "gpu none, commit x, torch x, megatron-core x" in text
+
+
 def layer_record(shape, ranks, impl, which, ms, routing="balanced", gbps=0.0):
     case = {"shape": vars(SHAPES[shape]), "ranks": ranks, "impl": impl, "pass": which, "routing": routing}
     return {**case, "ms": ms, "received_gbps": gbps}
@@ -136,6 +149,28 @@ def test_local_routing_gives_each_expert_here_the_same(experts):
 def test_script_for_several_gpus_says_what_it_needs():
     done = script(CUDA_VISIBLE_DEVICES="", PARTS="layer")
     assert done.returncode == 2 and "got 0 GPUs, need 2 or more" in done.stderr
+    done = script(DRY="1", PARTS="layer speed")
+    assert done.returncode == 2 and "PARTS: got speed, need some of tests layer" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "parts, seconds",
+    [
+        ("tests layer bandwidth report", 0),
+        ("train killed report", 0),
+        ("peers report", 0),
+        ("tests layer train", 540),
+    ],
+)
+def test_a_call_has_time_for_all_of_its_parts(tmp_path, parts, seconds):
+    """Eight GPUs, as a stand-in of python says, whose every command ends at once."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\ncase $2 in *device_count*) echo 8 ;; esac\n")
+    python.chmod(0o755)
+    into = {name: str(tmp_path) for name in ("RESULTS", "REPORTS", "RUNS")}
+    done = script(PYTHON=str(python), PARTS=parts, **into)
+    assert done.returncode == (2 if seconds else 0), done.stderr
+    assert not seconds or f"may take {seconds} s, need at most 490 s; remedy: several calls" in done.stderr
 
 
 # ---- a worker that is killed
