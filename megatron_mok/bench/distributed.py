@@ -31,7 +31,7 @@ from megatron_mok.bench.across import PEERS, ROUTINGS, AllToAll, MokAcross, abse
 from megatron_mok.bench.cases import PASSES, Shape
 from megatron_mok.bench.implementations import Implementation
 from megatron_mok.bench.layer import Clock, CudaClock, Dense, HostClock, append, relative_error, table
-from megatron_mok.cli.machine import Machine
+from megatron_mok.bench.telemetry import open_nvml
 from megatron_mok.config import MokConfig
 
 TRANSFERS = {"fwd_nograd": 2, "fwd": 2, "bwd": 3, "bwd_acc32": 3}  # x, y; x, dy, dx
@@ -262,9 +262,10 @@ def main(argv: list[str]) -> int:
     if cuda:
         torch.cuda.set_device(0 if args.shared_device else (env.integer("LOCAL_RANK") or 0))
     dist.init_process_group("gloo" if args.shared_device or not cuda else "nccl", timeout=GROUP_TIMEOUT)
+    nvml = open_nvml(int(cuda))
     facts = {
         "commit": args.commit, "gpu": torch.cuda.get_device_name() if cuda else "none",
-        "driver": Machine().driver() if cuda and env.integer("RANK") == 0 else None,  # rank 0 writes
+        "driver": nvml.driver() if nvml else None,
         "cuda": torch.version.cuda, "torch": torch.__version__,
     }  # fmt: skip
     config = MokConfig(shared_device=args.shared_device)

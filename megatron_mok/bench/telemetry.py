@@ -92,6 +92,12 @@ class Nvml:
         busy = self._each("nvmlDeviceGetUtilizationRates", _Utilization, lambda out: out.gpu / 100)
         return None if busy is None else sum(busy) / len(busy)
 
+    def driver(self) -> str | None:
+        """Version of the driver."""
+        text = ctypes.create_string_buffer(80)  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
+        status = self.nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text)))
+        return text.value.decode() if status == 0 else None
+
 
 def open_nvml(gpus: int) -> Nvml | None:
     """NVML for `gpus` GPUs, None on a machine without it."""

@@ -314,6 +314,10 @@ class FakeNvml:
         request._obj.value = self.kib
         return 0
 
+    def nvmlSystemGetDriverVersion(self, text, size):
+        text.value = b"580.159.04"
+        return 0 if size.value == 80 else 7
+
 
 def test_telemetry_per_step():
     seen = telemetry.Telemetry(telemetry.Nvml(2, FakeNvml()), warmup=2, steps=6, period_s=0)
@@ -325,6 +329,7 @@ def test_telemetry_per_step():
     readings = [sum(50 * (2 * k + g) for g in (1, 2)) for k in range(3)]
     assert figures["energy_j_per_step"] == pytest.approx((readings[2] - readings[0]) / 4)
     assert figures["nvlink_bytes_per_step"] == round(2 * 2 * 2 * 512 * 1024 / 4)
+    assert telemetry.Nvml(2, FakeNvml()).driver() == "580.159.04"
 
 
 def test_idle_time_is_that_of_the_steps_after_warm_up():
