@@ -38,6 +38,7 @@ import torch  # noqa: E402
 from megatron_mok.bench import training  # noqa: E402
 from megatron_mok.bench.ab import last_lines, read_metrics, stop  # noqa: E402
 from megatron_mok.bench.telemetry import open_nvml  # noqa: E402
+from megatron_mok.cli.ab import facts  # noqa: E402
 
 GPU = torch.cuda.is_available()
 EVERY = 100  # steps between two readings of memory
@@ -252,6 +253,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", default=["memory", "checkpoints"])
     parser.add_argument("--steps", type=int, default=2000, help="steps of `memory` (2000)")
     parser.add_argument("--runs", type=Path, default=Path("runs/h200-long-run"), help="logs, checkpoints")
+    parser.add_argument("--commit", help="for the result; default: git's HEAD")
     options = parser.parse_args()
     if options.steps < 2 * EVERY:
         parser.error(f"--steps: got {options.steps}, need at least {2 * EVERY}: two readings of memory")
@@ -264,10 +266,7 @@ def main() -> int:
         "memory": lambda: memory(folder, data, options.steps),
         "checkpoints": lambda: checkpoints(folder, data),
     }
-    result: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name() if GPU else None,
-        "torch": torch.__version__,
-    }
+    result: dict[str, Any] = {"facts": facts([sys.executable, *sys.argv], options.commit)}
     for part in options.parts:
         try:
             result[part] = parts[part]()

@@ -18,12 +18,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${STEPS:=200}" "${SEQUENTIAL_STEPS:=$STEPS}" "${PARTS:=te sequential noise}" "${EXPERTS:=32}" "${MICRO_BATCH:=8}"
 : "${SEQ:=4096}" "${MODEL:=benchmarks/h200_train_ab.json}" "${TIMEOUT:=900}" "${PYTHON:=python3}" "${EXTRA:=}"
 : "${RESULTS:=benchmarks/results}" "${REPORTS:=benchmarks/reports}" "${RUNS:=runs/h200-train-ab}"
-: "${COMMIT:=$(git rev-parse HEAD 2>/dev/null || true)}"
+: "${COMMIT:=$(git describe --always --dirty --abbrev=40 2>/dev/null || true)}"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 rm -rf "$RUNS/cache" # of sample indices, which know the path of a data set but not what is in it
 mkdir -p "$RESULTS" "$REPORTS" "$RUNS"
 
-if [[ " $PARTS " == *" noise "* && " $PARTS " != *" te "* ]]; then # before it trains
+if [[ " $PARTS " == *" noise "* && " ${PARTS%%noise*}" != *" te "* ]]; then # before it trains
     "$PYTHON" - "$RESULTS/h200-train-ab.json" "$STEPS" <<'PYTHON'
 import json, sys
 from pathlib import Path
@@ -124,7 +124,7 @@ from pathlib import Path
 from megatron_mok.cli.ab import facts
 
 sides = {side: json.loads(Path(sys.argv[1], f"profile-{side}.json").read_text()) for side in ("alltoall", "mok")}
-made = {"facts": facts(sys.argv[4:], sys.argv[3])}
+made = {"facts": facts(sys.argv[4:], sys.argv[3])}  # the command is mok's
 Path(sys.argv[2]).write_text(json.dumps(made | sides, indent=1) + "\n")
 for side, found in sides.items():
     moe = found["moe"]

@@ -13,7 +13,7 @@
 #   train      50 steps of h200_train_ab.json at EP = GPUs, mok and alltoall, with attention that repeats its bits
 #   killed     the same with mok, one worker killed half-way; its losses must be those of `train`, bit for bit
 #   peers      `train` with DeepEP and HybridEP in Megatron's flex dispatcher, where they are installed
-#   report     a page from what all of them left, in earlier calls too
+#   report     a page from what all of them left, in earlier calls with `report` too
 # A part that fails or is late does not stop the others; the exit code is then 1. PARTS picks parts, refused where their
 # limits do not fit into one call; SHAPES, STEPS and GPUS (a smaller number of them) are for a quick look. GPUS=1 tries
 # the script on one GPU, where nothing crosses NVLink; DRY=1 all of it on the CPU, in 2 minutes on two idle cores.
@@ -21,7 +21,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${DRY:=}" "${PARTS:=tests layer bandwidth ${DRY:+train killed peers} report}" "${SHAPES:=A B C D}" "${STEPS:=50}"
-: "${PYTHON:=python3}" "${GPUS:=}" "${COMMIT:=$(git rev-parse HEAD 2>/dev/null || true)}"
+: "${PYTHON:=python3}" "${GPUS:=}" "${COMMIT:=$(git describe --always --dirty --abbrev=40 2>/dev/null || true)}"
 : "${RESULTS:=benchmarks/results}" "${REPORTS:=benchmarks/reports}" "${RUNS:=runs}"
 TOTAL_S=490 GRACE_S=40 # torchrun gives its workers 30 s to end
 . benchmarks/parts.sh
@@ -29,12 +29,17 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 
 if [ -n "$DRY" ]; then
+    export CUDA_VISIBLE_DEVICES=
     GPUS=2 STEPS=4 SHAPES=24,64,32,8,2 name=dry-x2
     tests=(tests/dist/test_ends.py -k killed) sizes=2 layer=(--reps 3)
     bandwidth=(--hidden 64 --tokens 16 64 --comm-sms 0 4 --reps 3)
     train=(--config tiny -- --deterministic-sdpa --seq-length 64 --global-batch-size 2 --num-layers 2 --moe-layer-freq '([0]*1+[1]*1)')
 else
     seen=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || exit 2
+    if [[ ! "${GPUS:-$seen}" =~ ^[0-9]+$ ]] || [ "$GPUS" = 0 ]; then
+        echo "multi_gpu.sh: GPUS: got $GPUS, need a number from 1 to $seen, the GPUs here" >&2
+        exit 2
+    fi
     if [ "${GPUS:-$seen}" -gt "$seen" ] || { [ -z "$GPUS" ] && [ "$seen" -lt 2 ]; }; then
         echo "multi_gpu.sh: got $seen GPUs, need ${GPUS:-2} or more; DRY=1 runs it on the CPU" >&2
         exit 2
@@ -95,18 +100,21 @@ for part in $PARTS; do
         run bandwidth "${limits[bandwidth]}" "${torchrun[@]}" "$GPUS" "${bench[@]}" \
             --bandwidth "${bandwidth[@]}" --json "$RESULTS/$name-bandwidth.json" ;;
     train)
+        rm -f "$RESULTS/$name-train-ab.json"
         run train "${limits[train]}" "${ab[@]}" --baseline alltoall --json "$RESULTS/$name-train-ab.json" \
             --runs "$RUNS/$name" "${train[@]}" ;;
     killed)
         # An earlier call's `train` may have been another training.
         like=() ab_json=$RESULTS/$name-train-ab.json
         [[ " $PARTS " != *" train "* ]] || [ ! -f "$ab_json" ] || like=(--like "$ab_json")
+        rm -f "$RESULTS/$name-killed.json"
         run killed "${limits[killed]}" "${training[@]}" megatron_mok.bench.killed --steps "$STEPS" --at $((STEPS / 2)) "${like[@]}" \
             --json "$RESULTS/$name-killed.json" --runs "$RUNS/$name" "${train[@]}" ;;
     peers)
         for peer in deepep hybridep; do
             absent=$("$PYTHON" -c 'import sys; from megatron_mok.bench.baselines import BASELINES
 print(BASELINES[sys.argv[1]].missing() or "")' "$peer")
+            rm -f "$RESULTS/$name-train-ab-$peer.json"
             if [ -z "$absent" ]; then
                 run "train, $peer" $((limits[peers] / 2)) "${ab[@]}" --baseline "$peer" \
                     --json "$RESULTS/$name-train-ab-$peer.json" --runs "$RUNS/$name-$peer" "${train[@]}"

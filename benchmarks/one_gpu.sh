@@ -15,7 +15,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${PARTS:=tests layer whole train local profile long multi}" "${PYTHON:=python3}"
 : "${RESULTS:=benchmarks/results}" "${REPORTS:=benchmarks/reports}" "${RUNS:=runs/one-gpu}"
-: "${COMMIT:=$(git rev-parse HEAD 2>/dev/null || true)}"
+: "${COMMIT:=$(git describe --always --dirty --abbrev=40 2>/dev/null || true)}"
 export PYTHON RESULTS REPORTS COMMIT
 . benchmarks/parts.sh
 mkdir -p "$RESULTS" "$REPORTS" "$RUNS"
@@ -40,7 +40,8 @@ for part in $PARTS; do
     train) run train 480 env PARTS="te noise" STEPS=200 "${train[@]}" ;;
     local) run local 300 env PARTS=sequential SEQUENTIAL_STEPS=20 "${train[@]}" ;;
     profile) run profile 300 env PARTS=profile "${train[@]}" ;;
-    long) run long 570 "$PYTHON" benchmarks/h200_long_run.py --json "$RESULTS/h200-long-run.json" --runs "$RUNS/long" ;;
+    long) run long 570 "$PYTHON" benchmarks/h200_long_run.py --json "$RESULTS/h200-long-run.json" --runs "$RUNS/long" \
+        --commit "$COMMIT" ;;
     multi) run multi 530 env GPUS=1 RUNS="$RUNS/multi" STEPS=10 PARTS="layer bandwidth train killed report" \
         SHAPES="A C" bash benchmarks/multi_gpu.sh ;;
     *) echo "one_gpu.sh: PARTS: got $part, need some of tests layer whole train local profile long multi" >&2 && exit 2 ;;

@@ -9,17 +9,16 @@ and every main_grad of both sides must agree before anything is timed. `--expert
 Megatron's own path without Transformer Engine (SequentialMLP, local specification).
 
 A record a shape and side: milliseconds of forward and of the whole step (medians; the rounds alternate),
-bytes that the forward leaves for the backward, and the peak of a step above what lay there before, both
-from torch's allocator. Exit code 1 where the sides disagree. Without a GPU it runs on the CPU back end,
-on host time: a dry run.
+and from torch's allocator the bytes that the forward leaves for the backward, those that the layer keeps
+between steps (mok's workspace), and the peak of a step with these. Exit code 1 where the sides disagree.
+Without a GPU it runs on the CPU back end, on host time: a dry run.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import importlib.metadata
+import importlib.util
 import json
 import os
 import statistics
@@ -30,6 +29,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+# Before CUDA starts. Transformer Engine runs grouped GEMMs on several streams; with one queue they would wait
+# for each other, as Megatron asks for under tensor parallelism only.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -38,8 +40,7 @@ import torch.nn.functional as F  # noqa: E402
 import megatron_mok  # noqa: E402
 from megatron_mok.bench.cases import Shape  # noqa: E402
 from megatron_mok.bench.layer import CudaClock, Dense, HostClock, relative_error  # noqa: E402
-from megatron_mok.cli.bench import git_head  # noqa: E402
-from megatron_mok.cli.machine import Machine  # noqa: E402
+from megatron_mok.cli.ab import facts  # noqa: E402
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -47,8 +48,8 @@ SIDES = ("alltoall", "mok")
 ROUNDS, WARMUP = 3, 10
 # Relative distance of two bf16 computations that round in other places; each is within half of it of fp64.
 LIMIT = 2e-2
-# Step of alltoall with TEGroupedMLP over that of mok, at least.
-TARGETS = {"A": 4.5, "B": 1.8, "C": 1.25, "D": 1.25}
+# Step of alltoall with TEGroupedMLP over that of mok, at least; its saved bytes twice those of mok, at least.
+TARGETS, SAVED_TARGET = {"A": 4.5, "B": 1.8, "C": 1.25, "D": 1.25}, 2
 
 
 def start() -> None:
@@ -57,7 +58,6 @@ def start() -> None:
         from megatron_mok.testing import cpu
 
         cpu.install()
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group("nccl" if GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     megatron_mok.register()
     from megatron.core import parallel_state
@@ -82,6 +82,7 @@ def build(shape: Shape, side: str, experts: str) -> torch.nn.Module:
         num_moe_experts=shape.E,
         moe_router_topk=shape.K,
         moe_router_dtype="fp32",
+        moe_router_pre_softmax=shape.K == 1,  # or the only probability would be 1
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type=side,
         moe_grouped_gemm=te,
@@ -113,6 +114,7 @@ class Side:
         self.name, self.layer, self.dy = name, layer, dy
         self.x = x.clone().requires_grad_()
         self.times: dict[str, list[float]] = {"fwd": [], "step": []}
+        self.kept_bytes = 0
         self.dense: list[float] = []
 
     def forward(self) -> torch.Tensor:
@@ -138,8 +140,22 @@ class Side:
             self.times[name] += clock.times(call, reps)
         self.dense.append(dense.tflops())
 
+    def warm_up(self) -> torch.Tensor:
+        """Two steps, the second of which adds to the first one's gradients; the second's output.
+
+        What the layer still holds afterwards, mok's workspace for instance, is `kept_bytes`.
+        """
+        before = torch.cuda.memory_allocated() if GPU else 0
+        self.step()
+        out = self.step().detach()
+        if GPU:
+            torch.cuda.synchronize()
+            new = out.untyped_storage().nbytes() + self.x.nbytes  # and x.grad
+            self.kept_bytes = torch.cuda.memory_allocated() - before - new
+        return out
+
     def memory(self) -> dict[str, int]:
-        """{saved_bytes, peak_bytes} of a step, empty without a GPU."""
+        """{saved_bytes, peak_bytes, kept_bytes} of a step, empty without a GPU."""
         if not GPU:
             return {}
         self.step()
@@ -151,7 +167,8 @@ class Side:
         torch.cuda.reset_peak_memory_stats()
         self.step()
         torch.cuda.synchronize()
-        return {"saved_bytes": saved, "peak_bytes": torch.cuda.max_memory_allocated() - before}
+        peak = torch.cuda.max_memory_allocated() - before + self.kept_bytes
+        return {"saved_bytes": saved, "peak_bytes": peak, "kept_bytes": self.kept_bytes}
 
     def record(self) -> dict[str, Any]:
         fwd, step = (statistics.median(self.times[name]) for name in ("fwd", "step"))
@@ -166,8 +183,8 @@ class Side:
 
 
 def distances(one: Side, other: Side) -> dict[str, float]:
-    """Relative distance of all that a step gives, `other`'s as the measure."""
-    outs = [side.step().detach() for side in (one, other)]
+    """Relative distance of all that two steps give, `other`'s as the measure."""
+    outs = [side.warm_up() for side in (one, other)]
     found = {"out": relative_error(*outs), "dx": relative_error(one.x.grad, other.x.grad)}
     theirs = dict(other.layer.named_parameters())
     for name, parameter in one.layer.named_parameters():
@@ -203,35 +220,21 @@ def measure(shape: Shape, experts: str, reps: int, clock: Any, dense: Dense) -> 
     return [{"shape": asdict(shape), **record} for record in records], []
 
 
-def facts(commit: str | None) -> dict[str, Any]:
-    def version(package: str) -> str | None:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-    return {
-        "commit": commit or git_head(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "gpu": torch.cuda.get_device_name() if GPU else None,
-        "driver": Machine().driver() if GPU else None,
-        "torch": torch.__version__,
-        "megatron_core": version("megatron-core"),
-        "transformer_engine": getattr(sys.modules.get("transformer_engine"), "__version__", None),
-    }
-
-
 def table(records: list[dict[str, Any]], experts: str) -> str:
     lines = []
     for r in records:
         size = Shape(**r["shape"])
         line = f"{size.label:<34} {r['side']:<9} fwd {r['fwd_ms']:8.3f}  step {r['step_ms']:8.3f} ms"
         if "saved_bytes" in r:
-            line += f"  saved {r['saved_bytes'] / 2**20:7.0f}  peak {r['peak_bytes'] / 2**20:7.0f} MiB"
+            saved, kept, peak = (r[f"{name}_bytes"] / 2**20 for name in ("saved", "kept", "peak"))
+            line += f"  saved {saved:6.0f}  kept {kept:6.0f}  peak {peak:6.0f} MiB"
         if r["side"] == "mok":
+            wanted = TARGETS.get(size.label.partition(":")[0]) if experts == "te" else None
             line += f"  step {r['alltoall_over_mok_step_ms']:.2f}x"
-            wanted = TARGETS.get(size.label.partition(":")[0])
-            line += f" (target {wanted})" if wanted and experts == "te" else ""
+            line += f" (target {wanted})" if wanted else ""
+            if "saved_bytes" in r:
+                line += f"  saved {r['alltoall_over_mok_saved_bytes']:.2f}x"
+                line += f" (target {SAVED_TARGET})" if wanted else ""
         lines.append(line)
     return "\n".join(lines)
 
@@ -248,18 +251,27 @@ def main() -> int:
         shapes = [Shape.parse(text) for text in args.shape]
         if args.reps < 1:
             raise ValueError(f"--reps: got {args.reps}, need at least 1")
+        if importlib.util.find_spec("megatron") is None:
+            raise ValueError("megatron.core: not installed; it is what is measured")
     except ValueError as error:
         p.error(str(error))
     if args.experts == "te":
         try:
             import transformer_engine.pytorch  # noqa: F401  before Megatron-Core looks for it
-        except ImportError as error:
+        except Exception as error:  # its library says what it lacks in several ways
             p.error(f"--experts te: {error}; need Transformer Engine, or say --experts sequential")
     start()
     clock = CudaClock() if GPU else HostClock()
     dense = Dense(clock, DEVICE) if GPU else Dense(clock, DEVICE, 256)
-    made: dict[str, Any] = {"facts": facts(args.commit), "experts": args.experts, "records": []}
-    troubles: list[str] = []
+    dense.tflops()  # cuBLAS's workspace is nobody's
+    made: dict[str, Any] = {
+        "facts": facts([sys.executable, *sys.argv], args.commit),
+        "connections": os.environ["CUDA_DEVICE_MAX_CONNECTIONS"],
+        "experts": args.experts,
+        "records": [],
+        "troubles": [],
+    }
+    troubles = made["troubles"]
     for shape in shapes:
         print(f"{shape.label} ...", flush=True)
         records, wrong = measure(shape, args.experts, args.reps, clock, dense)

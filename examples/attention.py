@@ -128,8 +128,10 @@ class _Deterministic(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.graph is None:
+            raise RuntimeError("deterministic attention: second backward, and the first has freed its graph")
         out, inputs = ctx.graph
-        del ctx.graph  # as saved tensors: gone once they are used
+        ctx.graph = None  # as saved tensors: gone once they are used
         with _deterministic():
             return None, *torch.autograd.grad(out, inputs, grads)
 
@@ -163,7 +165,8 @@ def serve_mla(
         layers += [layer.submodules.mtp_model_layer for layer in mtp_spec.layer_specs]
     attentions = [layer.submodules.self_attention.submodules for layer in layers]
     ours = DeterministicSdpaCoreAttention if deterministic else SdpaCoreAttention
-    served = [a for a in attentions if always or a.core_attention in (DotProductAttention, ours)]
+    replaced = (DotProductAttention, SdpaCoreAttention, DeterministicSdpaCoreAttention)
+    served = [a for a in attentions if always or a.core_attention in replaced]
     for attention in served:  # layers may share these
         attention.core_attention = ours
     return bool(served)

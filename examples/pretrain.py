@@ -48,6 +48,8 @@ from megatron.training.utils import (
     print_rank_0,
 )
 
+from megatron_mok.errors import ConfigError, Problem
+
 # --- model --------------------------------------------------------------------------------------------------
 
 
@@ -61,6 +63,10 @@ def model_provider(
     """The stage of the model that this rank holds, as the command line describes it."""
     args = get_args()
     config = config or core_transformer_config_from_args(args)
+    asked = "--deterministic-sdpa" if args.deterministic_sdpa else "--sdpa" if args.sdpa else None
+    if asked and not config.multi_latent_attention:
+        remedy = "leave it out, or say --multi-latent-attention"
+        raise ConfigError([Problem(asked, "a model without MLA", "MLA, which it serves alone", remedy)])
     transformer_engine = args.transformer_impl == "transformer_engine"
     spec_arguments = dict(
         use_transformer_engine=transformer_engine,
@@ -75,7 +81,6 @@ def model_provider(
         mtp_spec = get_gpt_mtp_block_spec(
             config, layer_spec, use_transformer_engine=transformer_engine, vp_stage=vp_stage
         )
-    asked = "--deterministic-sdpa" if args.deterministic_sdpa else "--sdpa" if args.sdpa else None
     if serve_mla(config, block_spec, mtp_spec, bool(asked), args.deterministic_sdpa):
         why = asked or "Megatron's local DotProductAttention takes one head size"
         print_rank_0(f"attention: MLA on torch's scaled_dot_product_attention (examples/attention.py): {why}")

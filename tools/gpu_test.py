@@ -12,8 +12,9 @@ runs write nothing, or into --output FILE a record that says what it lacks. The 
 removed when the first test of a complete run is about to start, so a run that crashes leaves none.
 
 --join makes one record of such parts, where a GPU is lent for less time than all tests take; it needs no GPU.
-The parts must be of one build on one kind of GPU. A file counts from the last part that ran all of its tests,
-and must read as it did then; helper modules beside it are not compared.
+The parts must be of one build on one kind of GPU with the same packages. A file counts from the part that
+ran all of its tests and skipped the fewest, the last of these, and must read as it did then; helper modules
+are not compared. Where the same file failed in an earlier part the record says so: failed_before.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests" / "gpu"
 RECORD = ROOT / "benchmarks" / "results" / "gpu-tests.json"
 OUTCOMES = ("passed", "failed", "skipped")
+OF_A_RUN = ("files", "skip_reasons", "incomplete", "parts")  # what a record says beside its facts
 File = dict[str, Any]  # counts {passed, failed, skipped}, skip_reasons, missing: tests that did not run, hash
 
 
@@ -118,14 +121,25 @@ def summary(files: dict[str, File]) -> dict[str, Any]:
 
 
 def join(parts: list[dict[str, Any]], every: set[str]) -> dict[str, Any]:
-    """One record of parts, oldest first. SystemExit(3) unless they make up a complete run of one build."""
+    """One record of parts. SystemExit(3) unless they make up a complete run of one build."""
+    parts = sorted(parts, key=lambda part: part["date"])
     troubles = []
-    for what in ("gpu", "driver", "cuda", "torch", "trees"):
+    for what in sorted({key for part in parts for key in part} - {"date", *OF_A_RUN}):
         if any(part.get(what) != parts[0].get(what) for part in parts):
             troubles.append(f"{what} differs: {', '.join(str(part.get(what)) for part in parts)}")
     files: dict[str, File] = {}
+    failed: dict[str, int] = {}
     for part in parts:
-        files |= {name: file for name, file in part.get("parts", {}).items() if not file["missing"]}
+        for name, file in part["parts"].items():
+            known = files.get(name)
+            if known and known["hash"] == file["hash"] and known["counts"]["failed"]:
+                failed[name] = known["counts"]["failed"]
+            if not file["missing"] and (
+                known is None
+                or known["hash"] != file["hash"]
+                or file["counts"]["skipped"] <= known["counts"]["skipped"]
+            ):
+                files[name] = file
     for name, count in sorted(collections.Counter(map(file_of, every)).items()):
         if name not in files:
             troubles.append(f"{name}: no part has all of its {count} tests")
@@ -134,8 +148,8 @@ def join(parts: list[dict[str, Any]], every: set[str]) -> dict[str, Any]:
     if troubles:
         print("gpu-test: --join: " + "; ".join(troubles), file=sys.stderr)
         raise SystemExit(3)
-    facts = {name: value for name, value in parts[-1].items() if name not in ("incomplete", "parts")}
-    return facts | summary(dict(sorted(files.items())))
+    facts = {name: value for name, value in parts[-1].items() if name not in OF_A_RUN}
+    return facts | summary(dict(sorted(files.items()))) | ({"failed_before": failed} if failed else {})
 
 
 def every_test() -> set[str]:
@@ -200,6 +214,13 @@ def driver() -> str:
     return done.stdout.splitlines()[0].strip()
 
 
+def version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def facts() -> dict[str, object]:
     """What was tested, on what; SystemExit(3) where there is no GPU or no such build."""
     import torch
@@ -213,6 +234,8 @@ def facts() -> dict[str, object]:
         "driver": driver(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
+        "megatron-core": version("megatron-core"),
+        "transformer-engine": version("transformer-engine"),
         "trees": trees(),
     }
 
@@ -232,7 +255,17 @@ def main() -> int:
     options, selection = parser.parse_known_args()
     output = options.output or RECORD
     if options.join:
-        write(output, join([json.loads(part.read_text()) for part in options.join], every_test()))
+        if selection:
+            parser.error(f"--join: got {' '.join(selection)} too, need nothing else but --output")
+        parts = []
+        for file in options.join:
+            try:
+                parts.append(json.loads(file.read_text()))
+            except (OSError, ValueError) as error:
+                parser.error(f"--join: {file}: {error}")
+            if "parts" not in parts[-1]:
+                parser.error(f"--join: {file}: not the record of a part, which `--output FILE` writes")
+        write(output, join(parts, every_test()))
         return 0
     record = facts()
     recorder = Recorder(every_test(), output)

@@ -51,18 +51,18 @@ def parser() -> argparse.ArgumentParser:
 def facts(command: list[str], commit: str | None = None) -> dict[str, Any]:
     """What a training's figures say little without; None for what this machine lacks or does not tell.
 
-    command: kept as one types it in this folder. commit: git's HEAD where none is given. gpu: the first one.
+    command: kept as one types it in this folder. commit: git's HEAD where none is given. gpu: the first that
+    torch sees.
     """
     import torch
 
     machine = Machine()
-    gpus = machine.smi()
     words = ["python" if word == sys.executable else word for word in command]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit or git_head(),
         "command": shlex.join(words).replace(f"{Path.cwd()}/", ""),
-        "gpu": gpus[0]["name"] if gpus else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "driver": machine.driver(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,

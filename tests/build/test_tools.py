@@ -275,16 +275,36 @@ def test_gpu_records_of_parts_are_joined(gpu_run, parts):
     assert record["skip_reasons"] == {"Skipped: needs NVLink": 1}
 
 
+def test_gpu_records_of_one_file_twice(gpu_run, parts, tmp_path):
+    """Passed counts more than skipped; a failure before a pass is told."""
+
+    def part(date, **counts):
+        record = json.loads(Path(parts[1]).read_text()) | {"date": date}
+        record["parts"]["tests/test_a.py"]["counts"] = {"passed": 0, "failed": 0, "skipped": 0} | counts
+        (tmp_path / f"{date}.json").write_text(json.dumps(record))
+        return str(tmp_path / f"{date}.json")
+
+    later = [part("2028", skipped=2), part("2027", passed=2), part("2026-2", passed=1, failed=1)]
+    status, _, record = gpu_run({}, "--join", *parts, *later)
+    assert status == 0 and record["date"] == "2028"
+    assert record["files"]["tests/test_a.py"] == {"passed": 2, "failed": 0, "skipped": 0}
+    assert record["failed_before"] == {"tests/test_a.py": 1}
+
+
 def test_gpu_records_that_do_not_make_up_a_run_are_not_joined(gpu_run, parts, tmp_path):
-    def said(files, *joined):
+    def said(files, *joined, want=3):
         status, output, record = gpu_run(files, "--join", *joined)
-        assert status == 3 and record == EARLIER
+        assert status == want and record == EARLIER
         return output
 
     assert "test_a.py: no part has all of its 2 tests" in said({}, parts[0])
     other = tmp_path / "other.json"
     other.write_text(json.dumps(json.loads(Path(parts[1]).read_text()) | {"trees": {"csrc": "0"}}))
     assert "trees differs: {}, {'csrc': '0'}" in said({}, parts[0], str(other))
+    assert "there.json: [Errno 2] No such file" in said({}, parts[0], "there.json", want=2)
+    other.write_text('{"date": "2026"}')
+    assert "other.json: not the record of a part" in said({}, str(other), want=2)
+    assert "got -k two too" in said({}, *parts, "-k", "two", want=2)
     assert "test_b.py: has changed" in said({"test_b.py": "def test_three(): assert 1\n"}, *parts)
     assert "test_b.py: has changed" in said({"test_b.py": TWO_FILES["test_b.py"] * 2}, *parts)
     assert "test_d.py: no part has all" in said(TWO_FILES | {"test_d.py": "def test_five(): pass\n"}, *parts)

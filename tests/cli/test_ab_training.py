@@ -62,8 +62,9 @@ def test_mok_against_alltoall(tmp_path, monkeypatch, capfd):
 
 
 def test_facts_of_a_gpu(monkeypatch):
-    gpus = [{"name": "NVIDIA H200", "driver": "580.159.04"}]
-    monkeypatch.setattr(command.Machine, "smi", lambda self: gpus)
+    monkeypatch.setattr(command.Machine, "smi", lambda self: [{"name": "another", "driver": "580.159.04"}])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     words = [sys.executable, "-m", "x", str(Path.cwd() / "examples" / "a b.py")]
     found = command.facts(words, "abc")
     assert (found["gpu"], found["driver"], found["commit"]) == ("NVIDIA H200", "580.159.04", "abc")

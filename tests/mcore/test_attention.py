@@ -178,8 +178,18 @@ def test_it_serves_mla_in_place_of_the_local_attention_alone():
 
 
 def test_it_serves_mla_deterministically_where_asked():
-    layer = spec(type("TEDotProductAttention", (), {}))
     config = SimpleNamespace(multi_latent_attention=True)
-    assert serve_mla(config, SimpleNamespace(layer_specs=[layer]), always=True, deterministic=True)
-    served = layer.submodules.self_attention.submodules.core_attention
-    assert served is DeterministicSdpaCoreAttention
+    for before, always in ((type("TEDotProductAttention", (), {}), True), (SdpaCoreAttention, False)):
+        layer = spec(before)
+        assert serve_mla(config, SimpleNamespace(layer_specs=[layer]), always=always, deterministic=True)
+        served = layer.submodules.self_attention.submodules.core_attention
+        assert served is DeterministicSdpaCoreAttention
+
+
+def test_a_second_backward_through_deterministic_attention_is_refused():
+    q, k, v = (t.requires_grad_() for t in tensors())
+    core = DeterministicSdpaCoreAttention(SimpleNamespace(**CONFIG), 1, AttnMaskType.causal, "self")
+    out = core(q, k, v, None).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        out.backward()
